@@ -15,20 +15,23 @@ measures one side, then the other, in alternating order. The ratio is of the med
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import jvlab as jv
+from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side, model_of, prompts_of, timed, vllm_build
+from jvlab.engine import _defaults
+from jvlab.lab._launch_settings import resolve_device
 
-CASES = {"batch": (64, 8, 32), "single": (1, 1, 64)}  # prompts, n, tokens
-REPEAT = {"batch": 1, "single": 5}  # runs per round; a short case needs more
+# prompts, n, tokens, runs per round: a short case needs more
+CASES = {"batch": (64, 8, 32, 1), "single": (1, 1, 64, 5)}
 
 
-def plain_side(order: dict[str, Any], lines: Lines) -> None:
+def plain_side(order: Plain, lines: Lines) -> None:
     """Import vLLM and start one engine; report how long each took, then the seconds and tokens of each generation."""
     imported, vllm = timed(lambda: importlib.import_module("vllm"))
     started, llm = timed(vllm.LLM, **order)
@@ -47,19 +50,22 @@ def plain_side(order: dict[str, Any], lines: Lines) -> None:
         lines.send((seconds, made))
 
 
+def _plain(path: str, device: str, load: str, engine: Plain) -> Side:
+    """vLLM with the arguments and the environment of a pool's engine."""
+    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
+    arguments = _defaults.engine_arguments(path, device, 1, load, engine)
+    return Side("jvlab.bench._beside_vllm:plain_side", arguments, env)
+
+
 def run_bench_launch(
     rounds: int = 5, model: str | None = None, device: str = "auto", eager: bool = False
-) -> dict[str, Any]:
+) -> Plain:
     """Measure; prints a line for each launch, returns the facts."""
-    import jvlab as jv
-    from jvlab.engine import _defaults
-    from jvlab.lab._launch_settings import resolve_device
-
     device = resolve_device(device)
     path = model_of(model)
-    engine: dict[str, Any] = {"max_model_len": 512} | (
-        {"enforce_eager": True} if eager else {}
-    )
+    engine: Plain = {"max_model_len": 512}
+    if eager:
+        engine["enforce_eager"] = True
     print(f"bench launch on {device}: {path}", flush=True)
     seconds = []
     if os.environ.get("JVLAB_WARM") != "0":
@@ -72,9 +78,7 @@ def run_bench_launch(
             ).wait(progress=False):
                 seconds.append(time.perf_counter() - start)
             print(f"{'warm' if number else 'cold'}: {seconds[-1]:.2f} s", flush=True)
-    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
-    arguments = _defaults.engine_arguments(path, device, 1, "auto", engine)
-    with Side("jvlab.bench._beside_vllm:plain_side", arguments, env) as plain:
+    with _plain(path, device, "auto", engine) as plain:
         imported, started = plain.receive()
     warm = statistics.median(seconds[1:])
     print(
@@ -105,33 +109,27 @@ def _jvlab_side(
 
 def run_bench_rollout(
     rounds: int = 5, model: str | None = None, load: str = "auto", device: str = "auto"
-) -> dict[str, Any]:
+) -> Plain:
     """Measure both sides; prints a table as it goes, returns the facts."""
-    import jvlab as jv
-    from jvlab.engine import _defaults
-    from jvlab.lab._launch_settings import resolve_device
-
     device = resolve_device(device)
     path = model_of(model)
-    engine: dict[str, Any] = {"max_model_len": 512}
+    engine: Plain = {"max_model_len": 512}
     if device == "cuda":
         engine["gpu_memory_utilization"] = 0.4  # two engines share the GPU
     if not (Path(path) / "tokenizer.json").is_file():
         engine["skip_tokenizer_init"] = True
-    env = _defaults.environment(device, 1, 1, 0, _defaults.usable_cores(), path)
-    arguments = _defaults.engine_arguments(path, device, 1, load, engine)
     print(
         f"bench rollout on {device}: {path}; plain vLLM against jvlab, {rounds} rounds",
         flush=True,
     )
     with (
-        Side("jvlab.bench._beside_vllm:plain_side", arguments, env) as plain,
+        _plain(path, device, load, engine) as plain,
         jv.Lab() as lab,
     ):
-        pool = lab.launch(path, load=load, engine=engine, env=env, device=device).wait()
+        pool = lab.launch(path, load=load, engine=engine, device=device).wait()
         plain.receive()
         times = _measure(pool, plain, rounds)
-    result: dict[str, Any] = {
+    result: Plain = {
         "device": device,
         "model": path,
         "rounds": rounds,
@@ -147,7 +145,7 @@ def run_bench_rollout(
         result[f"{case}_samples"] = {
             side: [round(r, 1) for r in rates] for side, rates in sides.items()
         }
-        prompts, n, tokens = CASES[case]
+        prompts, n, tokens, _ = CASES[case]
         print(
             f"{case}: {prompts} prompts × n={n} × {tokens} tokens: plain {rate['plain']:.1f} tokens/s, "
             f"jvlab {rate['jvlab']:.1f}, ratio {result[f'{case}_ratio']:.3f}",
@@ -161,10 +159,10 @@ def _measure(pool: Any, plain: Side, rounds: int) -> dict[str, dict[str, list[fl
         case: {"plain": [], "jvlab": []} for case in CASES
     }
     for turn in range(rounds + 1):  # the first one warms up and does not count
-        for case, (count, n, tokens) in CASES.items():
+        for case, (count, n, tokens, runs) in CASES.items():
             prompts = prompts_of(count)
             for side in ("plain", "jvlab") if turn % 2 else ("jvlab", "plain"):
-                for _ in range(REPEAT[case]):
+                for _ in range(runs):
                     if side == "plain":
                         seconds, made = plain.ask(
                             {"prompts": prompts, "n": n, "max_tokens": tokens}
@@ -178,13 +176,4 @@ def _measure(pool: Any, plain: Side, rounds: int) -> dict[str, dict[str, list[fl
                         )
                     if turn:
                         times[case][side].append(made / seconds)
-        print(
-            json.dumps(
-                {
-                    c: {s: [round(r) for r in v[-1:]] for s, v in d.items()}
-                    for c, d in times.items()
-                }
-            ),
-            flush=True,
-        )
     return times

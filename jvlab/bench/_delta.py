@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import LaunchError
+from jvlab._files import Plain
 from jvlab._units import human_bytes
 from jvlab.bench._shapes import shaped
 from jvlab.bench._side import folder_for, median_ms, model_of, vllm_build
 from jvlab.bench._sync import SIZES
+from jvlab.lab._launch_settings import resolve_device
 
 SHARES = (0.001, 0.01, 0.1, 0.5)
 HEADLINE = 0.01
@@ -59,7 +61,7 @@ def _linked(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             policy = shaped(folder, size, dtype)
             env = {**LOOPBACK, "NCCL_HOSTID": "engine"}
-            engine: dict[str, Any] = {
+            engine: Plain = {
                 "max_model_len": 512,
                 "gpu_memory_utilization": 0.3,
                 "kv_cache_memory_bytes": 4 << 30,
@@ -96,13 +98,14 @@ def run_bench_beside(rounds: int, size: str = "4") -> dict[str, Any]:
 
 def run_bench_delta(
     rounds: int,
-    model: str | None,
-    device: str,
+    model: str | None = None,
+    device: str = "auto",
     size: str = "4",
     transports: Sequence[str] = (),
     shares: Sequence[float] = SHARES,
-) -> dict[str, Any]:
+) -> Plain:
     """Measure every transport, mode and share; prints a line for each, returns the facts."""
+    device = resolve_device(device)
     rows = []
     transports = transports or TRANSPORTS[device]
     with _linked(model, device, size, adam=False) as (policy, _, linked):
@@ -141,8 +144,8 @@ def run_bench_delta(
 
 
 def run_bench_adam(
-    steps: int, model: str | None, device: str, size: str = "4"
-) -> dict[str, Any]:
+    steps: int = 8, model: str | None = None, device: str = "auto", size: str = "4"
+) -> Plain:
     """Syncs after each of so many steps of Adam, from the same parameters at each rate; prints a line for each step.
 
     A step is one of policy gradients: the engine's own samples, with drawn advantages.
@@ -150,7 +153,8 @@ def run_bench_adam(
     import jax
     import jax.numpy as jnp
 
-    rows: list[dict[str, Any]] = []
+    device = resolve_device(device)
+    rows: list[Plain] = []
     with (
         _linked(model, device, size, adam=True) as (policy, pool, linked),
         linked(TRANSPORTS[device][0]) as link,
@@ -211,7 +215,7 @@ def _samples(pool: Any, step: int, vocabulary: int) -> tuple[np.ndarray, np.ndar
     return np.array(rows, np.int32), drawn.normal(size=PROMPTS).astype(np.float32)
 
 
-def _stepped(link: Any, params: Any) -> dict[str, Any]:
+def _stepped(link: Any, params: Any) -> Plain:
     """What changed, then everything, of one step."""
     changes = link.sync(params, delta="auto", mode="staged", progress=False)
     whole = link.sync(params, delta="never", mode="staged", progress=False)
@@ -226,7 +230,7 @@ def _stepped(link: Any, params: Any) -> dict[str, Any]:
     return row
 
 
-def _adam_line(row: dict[str, Any]) -> str:
+def _adam_line(row: Plain) -> str:
     return (
         f"  rate {row['rate']:g}, step {row['step']}: {row['changed']:.2%} changed, "
         f"{human_bytes(row['delta_bytes'])}, {row['delta_ms']:.0f} ms against {row['full_ms']:.0f}, "
@@ -255,8 +259,8 @@ def changed(params: Any, share: float) -> Any:
     return jax.tree.unflatten(tree, new)
 
 
-def _row(link: Any, params: Any, other: Any, mode: str, rounds: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"mode": mode}
+def _row(link: Any, params: Any, other: Any, mode: str, rounds: int) -> Plain:
+    row: Plain = {"mode": mode}
     for way, delta in (("full", "never"), ("delta", "auto")):
         reports = []
         # the first two make the base and warm up
@@ -277,7 +281,7 @@ def _row(link: Any, params: Any, other: Any, mode: str, rounds: int) -> dict[str
     return row
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Plain) -> str:
     ratio = row["full_total_ms"] / row["delta_total_ms"]
     return (
         f"  {row['transport']:5} {row['mode']:6} {row['changed'] or 0:6.2%} changed: "

@@ -1,7 +1,7 @@
 """`jvlab bench gap`: the log-probability gap between engine and trainer, and the effect and cost of each setting.
 
-One checkpoint, several engines, several policies: each engine samples the same prompts, each policy computes the
-log-probabilities of what every engine sampled. A row is one pair: mean, 99th percentile and largest |trainer − engine|
+One checkpoint, several engines, several policies: each engine samples the same prompts, and policies compute the
+log-probabilities of what engines sampled. A row is one pair: mean, 99th percentile and largest |trainer − engine|
 over all completion tokens, and the signed mean. Engines run one at a time, so that their tokens/s are comparable.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 from jvlab.bench._side import model_of, timed
 from jvlab.layout._checkpoint import read_config
 
@@ -24,7 +25,7 @@ TOKENS = 256
 ROUNDS = 2
 SCORED = 16  # completions of each engine that the policies score
 # name -> engine arguments, deterministic
-ENGINES: dict[str, dict[str, tuple[dict[str, Any], bool]]] = {
+ENGINES: dict[str, dict[str, tuple[Plain, bool]]] = {
     "cuda": {
         "bfloat16": ({"dtype": "bfloat16"}, False),
         "bfloat16, float32 head": (
@@ -77,7 +78,7 @@ CAUSES: dict[str, tuple[str, str]] = {
 
 def run_bench_gap(
     model: str | None = None, device: str = "auto", eager: bool = False
-) -> dict[str, Any]:
+) -> Plain:
     """Measure every pair; prints a table, returns the facts."""
     # the engines share the GPU
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -95,31 +96,22 @@ def run_bench_gap(
     with jv.Lab() as lab:
         batches, rates = _sample(lab, path, device, eager)
     rows = _compare(path, batches)
-    by_pair = {(row["engine"], row["policy"]): row for row in rows}
-    causes = {what: by_pair[pair] for what, pair in CAUSES.items() if pair in by_pair}
     print(
         f"\n{'what is switched':<46}{'mean':>9}{'p99':>9}{'largest':>9}{'engine tokens/s':>17}"
     )
-    for what, row in causes.items():
-        rate = rates[row["engine"]]
+    for row in rows:
         print(
-            f"{what:<46}{row['mean']:>9.4f}{row['p99']:>9.4f}{row['largest']:>9.4f}{rate:>17.0f}"
+            f"{row['what']:<46}{row['mean']:>9.4f}{row['p99']:>9.4f}{row['largest']:>9.4f}"
+            f"{rates[row['engine']]:>17.0f}"
         )
-    first = next(iter(causes.values()))
-    best = min(causes.values(), key=lambda row: row["mean"])
     return {
         "device": device,
         "model": Path(path).name,
         "eager": eager or device == "cpu",
         "tokens": PROMPTS * TOKENS,
-        "gap_mean": first["mean"],
-        "gap_largest": first["largest"],
-        "best_mean": best["mean"],
-        "causes": {
-            what: {k: row[k] for k in ("mean", "p99", "largest")}
-            for what, row in causes.items()
-        },
-        "router": "no router in this model",
+        "gap_mean": rows[0]["mean"],
+        "gap_largest": rows[0]["largest"],
+        "best_mean": min(row["mean"] for row in rows),
         "rows": rows,
         "engine_tokens_per_s": rates,
     }
@@ -127,11 +119,11 @@ def run_bench_gap(
 
 def _sample(
     lab: Any, path: str, device: str, eager: bool
-) -> tuple[dict[str, Any], dict[str, float]]:
+) -> tuple[Plain, dict[str, float]]:
     """What each engine sampled, and its tokens/s."""
     wanted = ENGINES[device]
     vocabulary = int(read_config(path)["vocab_size"])
-    common: dict[str, Any] = {
+    common: Plain = {
         "max_model_len": 1024,
         "enforce_eager": eager or device == "cpu",
     }
@@ -175,8 +167,8 @@ def _sample(
     return batches, rates
 
 
-def _compare(path: str, batches: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every policy against every engine's samples."""
+def _compare(path: str, batches: Plain) -> list[Plain]:
+    """A row for each of CAUSES that these engines can show."""
     import jvlab as jv
 
     width = max(
@@ -184,37 +176,37 @@ def _compare(path: str, batches: dict[str, Any]) -> list[dict[str, Any]]:
         for samples in batches.values()
         for s in samples
     )
-    rows = []
-    for policy_name, (compute, head) in POLICIES.items():
+    rows: dict[str, Plain] = {}
+    for name, (compute, head) in POLICIES.items():
         policy = jv.Policy.from_pretrained(path, compute_dtype=compute, head_dtype=head)
-        for engine_name, samples in batches.items():
-            tokens = np.zeros((len(samples), width), np.int32)
-            mask = np.zeros((len(samples), width), bool)
-            for row, sample in enumerate(samples):
-                ids = [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
-                tokens[row, : len(ids)] = ids
-                mask[row, : len(ids)] = True
-            found = np.asarray(policy.logprobs(policy.params, tokens, mask))
-            apart = np.concatenate(
-                [
-                    _completion(row, s) - s.logprobs
-                    for row, s in zip(found, samples, strict=True)
-                ]
-            )
-            gap = np.abs(apart)
-            rows.append(
-                {
-                    "engine": engine_name,
-                    "policy": policy_name,
-                    "mean": float(gap.mean()),
-                    "p99": float(np.quantile(gap, 0.99)),
-                    "largest": float(gap.max()),
-                    "signed": float(apart.mean()),
-                }
-            )
-            found = f"mean {rows[-1]['mean']:.4f}, largest {rows[-1]['largest']:.4f}"
-            print(f"  policy {policy_name}; engine {engine_name}: {found}", flush=True)
-    return rows
+        for what, (engine, compared) in CAUSES.items():
+            if compared == name and engine in batches:
+                gaps = _gaps(policy, batches[engine], width)
+                rows[what] = {"what": what, "engine": engine, "policy": name, **gaps}
+    return [rows[what] for what in CAUSES if what in rows]
+
+
+def _gaps(policy: Any, samples: list[Any], width: int) -> Plain:
+    tokens = np.zeros((len(samples), width), np.int32)
+    mask = np.zeros((len(samples), width), bool)
+    for row, sample in enumerate(samples):
+        ids = [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
+        tokens[row, : len(ids)] = ids
+        mask[row, : len(ids)] = True
+    found = np.asarray(policy.logprobs(policy.params, tokens, mask))
+    apart = np.concatenate(
+        [
+            _completion(row, s) - s.logprobs
+            for row, s in zip(found, samples, strict=True)
+        ]
+    )
+    gap = np.abs(apart)
+    return {
+        "mean": float(gap.mean()),
+        "p99": float(np.quantile(gap, 0.99)),
+        "largest": float(gap.max()),
+        "signed": float(apart.mean()),
+    }
 
 
 def _completion(row: np.ndarray, sample: Any) -> np.ndarray:

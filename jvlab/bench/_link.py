@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side
 from jvlab.transport import Header, listen, open_receiver
 from jvlab.transport._nixl import installed
@@ -33,9 +34,7 @@ LIMIT = timedelta(seconds=SECONDS)
 ROUNDS = 2
 
 
-def run_bench_link(
-    mib: int = 1024, host: str = "127.0.0.1", at: str = ""
-) -> dict[str, Any]:
+def run_bench_link(mib: int = 1024, host: str = "127.0.0.1", at: str = "") -> Plain:
     """Measure; prints a line for each way, returns the facts."""
     ways = ("socket", "gloo", "tcp", "tcp with TLS", "nixl")
     rates = measure_link(host, at, mib, ways)
@@ -79,7 +78,7 @@ def measure_link(
 # Here -----------------------------------------------------------------------------------------------------------------
 
 
-def _by_socket(far: Side, order: dict[str, Any]) -> float:
+def _by_socket(far: Side, order: Plain) -> float:
     with socket.create_server((order["host"], 0)) as listener:
         far.send({**order, "port": listener.getsockname()[1]})
         listener.settimeout(SECONDS)
@@ -98,7 +97,7 @@ def _by_socket(far: Side, order: dict[str, Any]) -> float:
     return seconds
 
 
-def _by_gloo(far: Side, order: dict[str, Any]) -> float:
+def _by_gloo(far: Side, order: Plain) -> float:
     import torch
 
     store = _store(order["host"], 0)
@@ -118,7 +117,7 @@ def _by_gloo(far: Side, order: dict[str, Any]) -> float:
     return seconds
 
 
-def _by_ours(far: Side, order: dict[str, Any]) -> float:
+def _by_ours(far: Side, order: Plain) -> float:
     tls = "TLS" in order["way"]
     name = order["way"].split()[0]
     sender = listen(name, slot_bytes=BUCKET, host=order["host"], tls=tls)
@@ -169,7 +168,7 @@ def _gloo(rank: int, store: Any, own: str) -> Any:
 # There ----------------------------------------------------------------------------------------------------------------
 
 
-def taking_side(wanted: dict[str, Any], lines: Lines) -> None:
+def taking_side(wanted: Plain, lines: Lines) -> None:
     if wanted["gloo"]:
         import torch.distributed  # noqa: F401  # before anything is timed
 
@@ -186,7 +185,7 @@ def taking_side(wanted: dict[str, Any], lines: Lines) -> None:
         lines.send("taken")
 
 
-def _take_by_socket(order: dict[str, Any]) -> None:
+def _take_by_socket(order: Plain) -> None:
     address = (order["host"], order["port"])
     memory = memoryview(bytearray(BUCKET))
     with socket.create_connection(address, SECONDS) as sock:
@@ -203,7 +202,7 @@ def _take_by_socket(order: dict[str, Any]) -> None:
         sock.sendall(b"1")
 
 
-def _take_by_gloo(order: dict[str, Any]) -> None:
+def _take_by_gloo(order: Plain) -> None:
     import torch
 
     host = order["host"]
@@ -217,7 +216,7 @@ def _take_by_gloo(order: dict[str, Any]) -> None:
     group.send([answer], 0, 0).wait(LIMIT)
 
 
-def _take_by_ours(order: dict[str, Any]) -> None:
+def _take_by_ours(order: Plain) -> None:
     receiver = open_receiver(order["endpoint"], SECONDS)
     for _ in range(order["count"]):
         bucket = receiver.recv(SECONDS)  # no deadline: this is one

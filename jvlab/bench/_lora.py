@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, LaunchError
+from jvlab._files import Plain
 from jvlab.bench._shapes import shaped, size_of
 from jvlab.bench._side import median_ms, model_of, timed
 from jvlab.bench._sync import SIZES
@@ -29,7 +30,7 @@ def run_bench_lora(
     model: str | None = None,
     device: str = "auto",
     shape: str | None = None,
-) -> dict[str, Any]:
+) -> Plain:
     """Measure both ways; prints a line for each, returns the facts."""
     if shape is not None and (model is not None or device != "cuda"):
         remedy = "--device cuda --shape qwen3-1.7b, or --model DIR"
@@ -129,7 +130,7 @@ def _tokens(pool: Any, **more: Any) -> list[list[int]]:
     ]
 
 
-def _facts(times: dict[str, list[float]], size: int) -> dict[str, Any]:
+def _facts(times: dict[str, list[float]], size: int) -> Plain:
     middle = {name: median_ms(values) for name, values in times.items()}
     files = middle["save"] + middle["load"]
     return {
@@ -145,7 +146,7 @@ def _facts(times: dict[str, list[float]], size: int) -> dict[str, Any]:
     }
 
 
-def _table(f: dict[str, Any]) -> str:
+def _table(f: Plain) -> str:
     return (
         f"bench lora: rank {f['rank']}, {f['bytes'] / 1e6:.1f} MB, {f['rounds']} rounds, medians\n"
         f"  in memory    direct {f['sync_ms']:.1f} ms, staged {f['staged_ms']:.1f} ms (pause "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 
 # GB of bfloat16 -> layers, hidden, intermediate, heads, key-value heads, vocabulary
 SHAPES = {
@@ -31,7 +32,7 @@ def size_of(shape: str | None) -> str:
     return NAMES[shape]
 
 
-def config_of(size: str) -> dict[str, Any]:
+def config_of(size: str) -> Plain:
     """The config of an untied Qwen3-like model of about `size` GB.
 
     "4" has Qwen3-1.7B's shapes; "moe-16" is 12 of the 48 layers of Qwen3-30B-A3B.
@@ -64,7 +65,7 @@ def config_of(size: str) -> dict[str, Any]:
     }
 
 
-def _experts(count: int, width: int) -> dict[str, Any]:
+def _experts(count: int, width: int) -> Plain:
     return {
         "num_experts": count,
         "num_experts_per_tok": 8,
@@ -97,7 +98,7 @@ def policy_of(folder: Path, dtype: str = "bfloat16") -> Any:
     tensors = tuple(checkpoint_tensors(folder))
     mesh = _sharding.mesh(fsdp=1)
     layout = _sharding.Layout(mesh)
-    params: dict[str, Any] = {}
+    params: Plain = {}
     key = jax.random.key(0)
     draw = jax.jit(
         lambda k, shape: 0.02 * jax.random.normal(k, shape, dtype), static_argnums=1

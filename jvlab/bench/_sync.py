@@ -1,13 +1,11 @@
 """`jvlab bench sync`: one version of the weights from JAX into an engine, jvlab against vLLM's own reload, in one run.
 
 Both sides are timed from the call with the trainer's arrays until the engine could generate. For vLLM's reload that
-includes writing the checkpoint (to memory, not disk), because a trainer has none; the reload alone, and a load from
-tensors that are already in the engine's process (the fastest possible peer), are reported too. Both kinds of CPU
-engine are measured: vLLM's default, which packs linear weights, and live weights.
+includes writing the checkpoint (to memory, not disk), because a trainer has none; the reload alone is reported too. The
+engine is vLLM's default, which packs linear weights.
 
 `move_vs_ceiling_ratio` compares the trainer's copy into the shared ring with a memcpy. The receiver's scatter and the
-packing overlap it and are reported apart; `whole_move_vs_ceiling_ratio` counts all three. `--transport` takes another
-way than shared memory.
+packing overlap it and are reported apart. `--transport` takes another way than shared memory.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jvlab._errors import LaunchError
+from jvlab._files import Plain
 from jvlab.bench._side import (
     Lines,
     Side,
@@ -41,39 +40,25 @@ SIZES = {  # about 500 MB of float32
     "vocab_size": 16384,
     "head_dim": 64,
 }
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, Plain] = {
     "direct": {"mode": "direct", "verify": "off"},
     "direct_verified": {"mode": "direct", "verify": "full"},
     "staged": {"mode": "staged", "verify": "off"},
     "staged_verified": {"mode": "staged", "verify": "full"},
 }
 PARTS = ("total", "pause", "pack", "copy", "move", "scatter", "digest", "repack")
-ENGINES = {"packed": {}, "live": {"JVLAB_LIVE_WEIGHTS": "1"}}
 
 
 class VllmPeer(WorkerExtension):
-    """vLLM's own ways to load new weights, timed in its worker; has jvlab's switch between live and packed weights."""
+    """vLLM's own way to load new weights, timed in its worker."""
 
     def peer_reload(self, folder: str) -> float:
         """vLLM's layerwise reload of a checkpoint; the seconds it took."""
-        return self._reload(weights_path=folder)
-
-    def peer_feed(self, folder: str) -> float:
-        """The same from tensors already in this process's memory: the fastest possible peer."""
-        from safetensors.torch import load_file
-
-        files = sorted(Path(folder).glob("*.safetensors"))
-        tensors = [
-            (name, t.clone()) for file in files for name, t in load_file(file).items()
-        ]
-        return self._reload(weights_iterator=iter(tensors))
-
-    def _reload(self, **source: Any) -> float:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        return timed(runner.reload_weights, **source)[0]
+        return timed(runner.reload_weights, weights_path=folder)[0]
 
 
-def vllm_side(order: dict[str, Any], lines: Lines) -> None:
+def vllm_side(order: Plain, lines: Lines) -> None:
     """Plain vLLM, which reloads as it is told, until it is killed."""
     from vllm import LLM
 
@@ -81,22 +66,21 @@ def vllm_side(order: dict[str, Any], lines: Lines) -> None:
     llm = LLM(**{**order, **own})
     lines.send("ready")
     while True:
-        method, folder = lines.receive()
-        outside, inside = timed(llm.collective_rpc, method, args=(folder,))
-        lines.send((outside, max(inside)))
+        folder = lines.receive()
+        lines.send(timed(llm.collective_rpc, "peer_reload", args=(folder,))[0])
 
 
-def memcpy_gbps(size: int = 256 << 20, rounds: int = 5) -> float:
+def memcpy_gbps() -> float:
     """Single-thread memcpy of this machine in GB/s; the best of a few."""
-    source = np.ones(size, np.uint8)
-    target = np.zeros(size, np.uint8)
-    best = min(seconds_of(lambda: np.copyto(target, source), rounds))
-    return size / best / 1e9
+    source = np.ones(256 << 20, np.uint8)
+    target = np.zeros_like(source)
+    best = min(seconds_of(lambda: np.copyto(target, source), 5))
+    return source.nbytes / best / 1e9
 
 
 def run_bench_sync(
     rounds: int = 5, model: str | None = None, transport: str = "auto"
-) -> dict[str, Any]:
+) -> Plain:
     """Measure every way on both kinds of engine; prints a table as it goes, returns the facts."""
     from jvlab.engine import _defaults
 
@@ -111,28 +95,27 @@ def run_bench_sync(
         cores = _defaults.usable_cores()
         options = {"max_model_len": 256}
         arguments = _defaults.engine_arguments(path, "cpu", 1, "auto", options)
-        result: dict[str, Any] = {
+        env = _defaults.environment("cpu", 1, 1, 0, cores, path)
+        ours = _jvlab_times(path, env, rounds, folder / "written", transport)
+        reloads = _vllm_times(arguments, env, rounds, folder / "written")
+        facts = _facts(ours, reloads, floor)
+        print(_table(facts), flush=True)
+        return {
             "device": "cpu",
             "rounds": rounds,
             "memcpy_gbps": floor,
             "vllm": vllm_build(),
             "checkpoint_in_memory": in_memory,
-            "engines": {},
+            "bytes": ours["bytes"],
+            "transport": ours["transport"],
+            **facts,
+            **_claims(facts),
         }
-        for kind, more in ENGINES.items():
-            env = {**_defaults.environment("cpu", 1, 1, 0, cores, path), **more}
-            ours = _jvlab_times(path, env, rounds, folder / "written", transport)
-            theirs = _vllm_times(arguments, env, rounds, folder / "written")
-            result["engines"][kind] = facts = _facts(ours, theirs, floor)
-            print(_table(kind, facts), flush=True)
-            result["bytes"] = ours["bytes"]
-            result["transport"] = ours["transport"]
-    return result | _claims(result["engines"])
 
 
 def _jvlab_times(
     path: str, env: dict[str, str], rounds: int, written: Path, transport: str
-) -> dict[str, Any]:
+) -> Plain:
     import jax
 
     import jvlab as jv
@@ -140,7 +123,7 @@ def _jvlab_times(
 
     policy = Policy.from_pretrained(path)
     jax.block_until_ready(policy.params)
-    out: dict[str, Any] = {"reports": {way: [] for way in WAYS}, "write": []}
+    out: Plain = {"reports": {way: [] for way in WAYS}, "write": []}
     with jv.Lab() as lab:
         pool = lab.launch(
             path, load="dummy", engine={"max_model_len": 256}, env=env
@@ -162,24 +145,17 @@ def _jvlab_times(
 
 
 def _vllm_times(
-    arguments: dict[str, Any], env: dict[str, str], rounds: int, written: Path
-) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {"peer_reload": [], "peer_feed": []}
+    arguments: Plain, env: dict[str, str], rounds: int, written: Path
+) -> list[float]:
     with Side("jvlab.bench._sync:vllm_side", arguments, env) as plain:
         plain.receive()
-        for turn in range(rounds + 1):
-            for method, taken in times.items():
-                outside, inside = plain.ask((method, str(written)))
-                if turn:
-                    taken.append(outside if method == "peer_reload" else inside)
-    return times
+        # the first one warms up and does not count
+        return [plain.ask(str(written)) for _ in range(rounds + 1)][1:]
 
 
-def _facts(
-    ours: dict[str, Any], theirs: dict[str, list[float]], floor: float
-) -> dict[str, Any]:
+def _facts(ours: Plain, reloads: list[float], floor: float) -> Plain:
     """Medians of everything, in milliseconds, and ratios."""
-    out: dict[str, Any] = {}
+    out: Plain = {}
     for way, reports in ours["reports"].items():
         for part in PARTS:
             out[f"{way}_{part}_ms"] = median_ms(
@@ -189,36 +165,28 @@ def _facts(
             rate = ours["bytes"] / out[f"{way}_{part}_ms"] / 1e6
             out[f"{way}_{part}_vs_memcpy"] = rate / floor
     out["write_ms"] = median_ms(ours["write"])
-    out["reload_ms"] = median_ms(theirs["peer_reload"])
-    out["feed_ms"] = median_ms(theirs["peer_feed"])
+    out["reload_ms"] = median_ms(reloads)
     out["vllm_ms"] = out["write_ms"] + out["reload_ms"]
     for way in WAYS:
-        for peer in ("vllm", "reload", "feed"):
+        for peer in ("vllm", "reload"):
             out[f"{way}_vs_{peer}_ratio"] = out[f"{peer}_ms"] / out[f"{way}_total_ms"]
     return out
 
 
-def _claims(engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The headline numbers, for vLLM's default engine; the move is the trainer's copy into the ring alone."""
-    default = engines["packed"]
-    live = engines["live"]
+def _claims(facts: Plain) -> Plain:
+    """The headline numbers; the move is the trainer's copy into the ring alone."""
     return {
-        "vs_vllm_ratio": default["direct_vs_vllm_ratio"],
-        "verified_vs_vllm_ratio": default["direct_verified_vs_vllm_ratio"],
-        "live_vs_vllm_ratio": live["direct_vs_vllm_ratio"],
-        "live_verified_vs_vllm_ratio": live["direct_verified_vs_vllm_ratio"],
-        "move_vs_ceiling_ratio": default["direct_copy_vs_memcpy"],
-        "whole_move_vs_ceiling_ratio": default["direct_move_vs_memcpy"],
-        "staged_pause_ms": default["staged_verified_pause_ms"],
-        "direct_ms": default["direct_verified_total_ms"],
-        "staged_ms": default["staged_verified_total_ms"],
-        "staged_pause_vs_direct_ratio": default["staged_pause_ms"]
-        / default["direct_total_ms"],
+        "vs_vllm_ratio": facts["direct_vs_vllm_ratio"],
+        "verified_vs_vllm_ratio": facts["direct_verified_vs_vllm_ratio"],
+        "move_vs_ceiling_ratio": facts["direct_copy_vs_memcpy"],
+        "staged_pause_ms": facts["staged_verified_pause_ms"],
+        "direct_ms": facts["direct_verified_total_ms"],
+        "staged_ms": facts["staged_verified_total_ms"],
     }
 
 
-def _table(kind: str, f: dict[str, Any]) -> str:
-    lines = [f"{kind} weights:"]
+def _table(f: Plain) -> str:
+    lines = []
     for way in WAYS:
         lines.append(
             f"  jvlab {way:16} total {f[f'{way}_total_ms']:7.1f} ms, pause {f[f'{way}_pause_ms']:6.1f}, move "
@@ -226,7 +194,5 @@ def _table(kind: str, f: dict[str, Any]) -> str:
             f"repack {f[f'{way}_repack_ms']:6.1f}; {f[f'{way}_vs_vllm_ratio']:.1f}× vLLM, "
             f"{f[f'{way}_vs_reload_ratio']:.1f}× its reload alone"
         )
-    lines.append(
-        f"  vLLM: write {f['write_ms']:.1f} + reload {f['reload_ms']:.1f} ms; fed in process {f['feed_ms']:.1f} ms"
-    )
+    lines.append(f"  vLLM: write {f['write_ms']:.1f} + reload {f['reload_ms']:.1f} ms")
     return "\n".join(lines)

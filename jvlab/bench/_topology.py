@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from jvlab._errors import ControlError
+from jvlab._files import Plain
 from jvlab.bench._side import median_ms, model_of, prompts_of, timed, vllm_build
 
 if TYPE_CHECKING:
@@ -28,24 +28,13 @@ if TYPE_CHECKING:
     from jvlab.sync._link import Link
 
 REQUESTS = 20  # of one token each, per round
-BATCH = (16, 32)  # prompts, tokens
 FRESH_SECONDS = 60.0
 SAME = {"temperature": 0.0, "ignore_eos": True}
 Tokens = list[list[int]]
 
 
-class Way(Protocol):
-    """One way to an engine."""
-
-    name: str
-
-    def ask(self, prompts: Tokens, tokens: int) -> tuple[Tokens, int]:
-        """Greedy tokens of each prompt, and the weights' version."""
-        ...
-
-
 class PoolWay:
-    """A pool's own API."""
+    """A pool's own API. `ask` returns greedy tokens of each prompt, and the weights' version."""
 
     def __init__(self, name: str, pool: Pool) -> None:
         self.name = name
@@ -111,37 +100,29 @@ class HttpWay:
         self._connection.close()
 
 
+Way = PoolWay | HttpWay
+
+
 def run_bench_topology(
     rounds: int = 5,
     model: str | None = None,
     device: str = "auto",
     requests: int = 10_000,
-) -> dict[str, Any]:
+) -> Plain:
     """Measure the ways, then the gateway alone; prints a table as it goes, returns the facts.
 
     grpc_vs_inprocess_ratio, http_vs_inprocess_ratio   a one-token request, against the same in process
-    overhead_ms, request_ms, tokens_per_s              per way; overhead: the request minus the engine's own time
+    overhead_ms, request_ms                            per way; overhead: the request minus the engine's own time
     freshness_ms                                       per way: from the start of a sync to a token of its version
-    routes_per_s, route_p99_ms, gateway                the gateway alone; see `measure_gateway`
+    routes_per_s, route_p99_ms, gateway                the gateway alone; see `run_bench_gateway`
     """
-    from jvlab.bench._topology_gateway import LAST, run_bench_gateway
-
-    result = measure_ways(rounds, model, device)
-    print(f"gateway alone, {requests} requests:", flush=True)
-    gateway = run_bench_gateway(None, requests)
-    return {**result, **{key: gateway[key] for key in LAST}, "gateway": gateway}
-
-
-def measure_ways(
-    rounds: int = 5, model: str | None = None, device: str = "auto"
-) -> dict[str, Any]:
-    """The four ways to an engine, without the gateway's own benchmark."""
     import jvlab as jv
+    from jvlab.bench._topology_gateway import LAST, run_bench_gateway
     from jvlab.lab._launch_settings import resolve_device
 
     device = resolve_device(device)
     path = model_of(model)
-    engine: dict[str, Any] = {"max_model_len": 512}
+    engine: Plain = {"max_model_len": 512}
     if device == "cuda":
         # two engines and a trainer share the GPU
         engine["gpu_memory_utilization"] = 0.3
@@ -170,11 +151,12 @@ def measure_ways(
             "rounds": rounds,
             "vllm": vllm_build(),
         }
-        result |= _requests(ways, rounds) | _throughput(ways, rounds)
+        result |= _requests(ways, rounds)
         result["freshness_ms"] = _freshness(ways, links, params, rounds)
-        result["transports"] = {name: link.transport for name, link in links.items()}
     _show(result)
-    return result
+    print(f"gateway alone, {requests} requests:", flush=True)
+    gateway = run_bench_gateway(requests=requests)
+    return {**result, **{key: gateway[key] for key in LAST}, "gateway": gateway}
 
 
 def _ways(local: Pool, remote: Pool, ends: ExitStack) -> list[Way]:
@@ -207,7 +189,7 @@ def _turns(ways: Sequence[Way], rounds: int) -> list[Way]:
     ]
 
 
-def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
+def _requests(ways: Sequence[Way], rounds: int) -> Plain:
     """Sequential one-token requests, each with its own prompt, so that no prefix is cached."""
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     prompts = prompts_of(REQUESTS)
@@ -226,31 +208,10 @@ def _requests(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
         "http_without_keep_alive_vs_inprocess_ratio": ms["http"] / ms["in_process"],
         "request_ms": ms,
         "engine_ms": engine,
-        "request_p99_ms": {
-            n: 1e3 * sorted(t)[len(t) * 99 // 100] for n, t in seconds.items()
-        },
         # gRPC and HTTP go to the same replica
         "overhead_ms": {
             name: value - engine.get(name, engine["grpc"]) for name, value in ms.items()
         },
-    }
-
-
-def _throughput(ways: Sequence[Way], rounds: int) -> dict[str, Any]:
-    count, tokens = BATCH
-    rates: dict[str, list[float]] = {way.name: [] for way in ways}
-    for way in _turns(ways, rounds):
-        seconds, (found, _) = timed(way.ask, prompts_of(count), tokens)
-        made = sum(map(len, found))
-        rates[way.name].append(made / seconds)
-        if made != count * tokens:
-            raise ControlError(
-                f"{way.name} made {made} tokens instead of {count * tokens}"
-            )
-    return {
-        "tokens_per_s": {
-            name: statistics.median(found) for name, found in rates.items()
-        }
     }
 
 
@@ -275,13 +236,11 @@ def _freshness(
     return {name: median_ms(times) for name, times in found.items()}
 
 
-def _show(result: dict[str, Any]) -> None:
-    print(
-        f"{'':16} {'1 token':>10} {'overhead':>10} {'tokens/s':>9} {'fresh after':>12}"
-    )
+def _show(result: Plain) -> None:
+    print(f"{'':16} {'1 token':>10} {'overhead':>10} {'fresh after':>12}")
     for name, ms in result["request_ms"].items():
         print(
-            f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms {result['tokens_per_s'][name]:9.0f} "
+            f"{name:16} {ms:7.1f} ms {result['overhead_ms'][name]:7.1f} ms "
             f"{result['freshness_ms'][name]:9.0f} ms",
             flush=True,
         )

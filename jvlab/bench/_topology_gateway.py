@@ -16,14 +16,13 @@ import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import psutil
 
 from jvlab._errors import ControlError
+from jvlab._files import Plain
 from jvlab.bench._side import Lines, Side
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
@@ -34,8 +33,7 @@ from jvlab.wire import jvlab_pb2_grpc as rpc
 
 POOL = "sim"
 # of the row with most replicas
-LAST = ("routes_per_s", "route_p50_ms", "route_p99_ms", "gateway_mib")
-LAST += ("floor_routes_per_s", "floor_p99_ms")
+LAST = ("routes_per_s", "route_p99_ms", "floor_routes_per_s", "floor_p99_ms")
 START_SECONDS = 120.0
 CALL_SECONDS = 600.0
 WARM = 1000
@@ -52,51 +50,35 @@ FACTS = pb.EngineFacts(
 )
 
 
-def measure_gateway(
-    replicas: Sequence[int], requests: int, concurrency: int, routing: str = "least"
-) -> dict[str, Any]:
-    """Requests routed per second, latency and memory for each number of replicas.
+def run_bench_gateway(
+    replicas: Sequence[int] | None = None, requests: int = 10_000
+) -> Plain:
+    """`jvlab bench gateway`: prints a line for each number of replicas, and returns everything.
 
     routes_per_s, route_p99_ms   for the largest number of replicas, with `concurrency` requests in flight
     floor_routes_per_s, floor_p99_ms  the same requests through a bare server of grpc.aio
-    rows                         per number of replicas: also the gateway's CPU time per request, heartbeats included,
-                                 which does not depend on other load (`route_cpu_ms`), and one call with all requests
-                                 as its prompts (`batch_routes_per_s`)
+    rows                         per number of replicas: also one call with all requests as its prompts
+                                 (`batch_routes_per_s`)
     """
-    # no deadline: every call in it has one
-    # a notebook's main thread already runs a loop
-    with ThreadPoolExecutor(1, "bench-topology") as thread:
-        run = thread.submit(
-            lambda: asyncio.run(_measure(replicas, requests, concurrency, routing))
+    concurrency = min(64, max(1, requests // 16))
+    rows = asyncio.run(_measure(replicas or (1, 10, 100, 1000), requests, concurrency))
+    for row in rows:
+        print(
+            f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, p99 "
+            f"{row['route_p99_ms']:.1f} ms; "
+            f"bare grpc.aio {row['floor_routes_per_s']:.0f} requests/s, p99 {row['floor_p99_ms']:.1f} ms"
         )
-        rows = run.result()  # no deadline: every call in it has one
-    last = rows[-1]
     return {
-        **{name: last[name] for name in LAST},
+        **{name: rows[-1][name] for name in LAST},
         "requests": requests,
         "concurrency": concurrency,
-        "routing": routing,
         "rows": rows,
     }
 
 
-def run_bench_gateway(replicas: Sequence[int] | None, requests: int) -> dict[str, Any]:
-    """`jvlab bench gateway`: prints a line for each number of replicas, and returns everything."""
-    found = measure_gateway(
-        replicas or (1, 10, 100, 1000), requests, min(64, max(1, requests // 16))
-    )
-    for row in found["rows"]:
-        print(
-            f"{row['replicas']:4} simulated replicas: {row['routes_per_s']:5.0f} requests/s, p50 "
-            f"{row['route_p50_ms']:.1f} ms, p99 {row['route_p99_ms']:.1f} ms, {row['gateway_mib']:.0f} MiB; "
-            f"bare grpc.aio {row['floor_routes_per_s']:.0f} requests/s, p99 {row['floor_p99_ms']:.1f} ms"
-        )
-    return found
-
-
 async def _measure(
-    counts: Sequence[int], requests: int, concurrency: int, routing: str
-) -> list[dict[str, Any]]:
+    counts: Sequence[int], requests: int, concurrency: int
+) -> list[Plain]:
     rows = []
     warm = min(WARM, requests)
     for count in counts:
@@ -113,30 +95,23 @@ async def _measure(
             channel = grpc.aio.insecure_channel(address, options=security.options())
             async with channel:
                 stub = rpc.LabStub(channel)
-                await _launch(stub, metadata, count, routing)
+                await _launch(stub, metadata, count)
                 simulated = ends.enter_context(Side(f"{__name__}:replicas_side", order))
                 order["ports"] = simulated.receive()
-                ready = await _wait_ready(stub, metadata, count)
+                await _wait_ready(stub, metadata, count)
                 ask = _asker(stub, metadata)
                 # the first requests open the connections
                 await _load(ask, warm, concurrency)
-                before = _cpu_seconds(gateway)
                 many = await _load(ask, requests, concurrency)
-                cpu = (_cpu_seconds(gateway) - before) / requests
                 batch = await _batch(stub, metadata, requests)
-                memory = psutil.Process(gateway.pid).memory_info().rss / 2**20
                 await _check(stub, metadata, count, warm + 2 * requests)
                 floor = await _floor(order, metadata, requests, concurrency)
         rows.append(
             {
                 "replicas": count,
                 "routes_per_s": many["per_s"],
-                "route_p50_ms": many["p50_ms"],
                 "route_p99_ms": many["p99_ms"],
-                "route_cpu_ms": 1e3 * cpu,
                 "batch_routes_per_s": batch,
-                "gateway_mib": memory,
-                "ready_seconds": ready,
                 "floor_routes_per_s": floor["per_s"],
                 "floor_p99_ms": floor["p99_ms"],
             }
@@ -144,15 +119,10 @@ async def _measure(
     return rows
 
 
-def _cpu_seconds(process: Side) -> float:
-    times = psutil.Process(process.pid).cpu_times()
-    return times.user + times.system
-
-
 # Requests -----------------------------------------------------------------------------------------------------------
 
 
-async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) -> None:
+async def _launch(stub: rpc.LabStub, metadata: Any, count: int) -> None:
     order = pb.LaunchRequest(
         pool=POOL,
         model="simulated",
@@ -162,21 +132,19 @@ async def _launch(stub: rpc.LabStub, metadata: Any, count: int, routing: str) ->
         device="cpu",
         engine_json="{}",
         env_json="{}",
-        routing=routing,
     )
     await stub.Launch(order, timeout=START_SECONDS, metadata=metadata)
 
 
-async def _wait_ready(stub: rpc.LabStub, metadata: Any, count: int) -> float:
-    """Seconds until every simulated replica has registered."""
-    began = time.perf_counter()
+async def _wait_ready(stub: rpc.LabStub, metadata: Any, count: int) -> None:
+    """Wait until every simulated replica has registered."""
     watched = stub.Watch(
         pb.PoolRequest(pool=POOL), timeout=START_SECONDS, metadata=metadata
     )
     async for status in watched:
         if all(replica.state == pb.READY for replica in status.replicas):
             watched.cancel()
-            return time.perf_counter() - began
+            return
     raise ControlError(
         f"the pool of {count} simulated replicas ended before all had registered"
     )
@@ -238,7 +206,6 @@ async def _load(
     seconds.sort()
     return {
         "per_s": requests / total,
-        "p50_ms": 1e3 * seconds[len(seconds) // 2],
         "p99_ms": 1e3 * seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)],
     }
 
@@ -261,7 +228,7 @@ async def _batch(stub: rpc.LabStub, metadata: Any, requests: int) -> float:
 
 
 async def _floor(
-    order: dict[str, Any], metadata: Any, requests: int, concurrency: int
+    order: Plain, metadata: Any, requests: int, concurrency: int
 ) -> dict[str, float]:
     """The same requests over as many hops, through a bare server instead of a gateway."""
     with Side(f"{__name__}:bare_side", order) as bare:
@@ -277,7 +244,7 @@ async def _floor(
 # The other processes ------------------------------------------------------------------------------------------------
 
 
-def gateway_side(order: dict[str, Any], lines: Lines) -> None:
+def gateway_side(order: Plain, lines: Lines) -> None:
     """A gateway that starts no processes; says where it listens."""
 
     async def run() -> None:
@@ -323,12 +290,12 @@ class SimulatedReplica(rpc.RolloutServicer):
             yield pb.SampleBatch(samples=samples)
 
 
-def bare_side(order: dict[str, Any], lines: Lines) -> None:
+def bare_side(order: Plain, lines: Lines) -> None:
     """The floor: a server that passes calls on; says where it listens."""
     asyncio.run(_pass_on(order, lines))
 
 
-async def _pass_on(order: dict[str, Any], lines: Lines) -> None:
+async def _pass_on(order: Plain, lines: Lines) -> None:
     metadata = security.authorization(order["token"])
     addresses = [f"127.0.0.1:{port}" for port in order["ports"]]
     channels = [
@@ -358,7 +325,7 @@ async def _pass_on(order: dict[str, Any], lines: Lines) -> None:
     await server.wait_for_termination()
 
 
-def replicas_side(order: dict[str, Any], lines: Lines) -> None:
+def replicas_side(order: Plain, lines: Lines) -> None:
     """Simulated replicas, each on its own port, registered and sending heartbeats; says the ports."""
     asyncio.run(_simulate(order["token"], order["gateway"], order["count"], lines))
 

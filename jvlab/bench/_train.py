@@ -49,7 +49,6 @@ def run_bench_train(
     model: str | None = None,
     lengths: Sequence[int] | None = None,
     device: str = "auto",
-    remat: str | None = None,
 ) -> Plain:
     """Measure; prints a line for each shape and side, returns the facts."""
     import jvlab as jv
@@ -70,13 +69,13 @@ def run_bench_train(
             else jv.models.tiny("qwen3", f"{scratch}/model", **sizes)
         )
         shapes = [(max(TOKENS[device] // n, 1), n) for n in lengths]
-        order = {"model": path, "shapes": shapes, "device": device, "remat": remat}
+        order = {"model": path, "shapes": shapes, "device": device}
         print(f"bench train on {device}: {path}", flush=True)
         found = {
             side: {tuple(r["shape"]): r for r in _rows(side, order, scratch)}
             for side in ("jax", "torch")
         }
-        return _facts(found, shapes, device, path, remat)
+        return _facts(found, shapes, device, path)
 
 
 def _rows(side: str, order: Plain, scratch: str) -> Iterator[Plain]:
@@ -101,7 +100,6 @@ def _facts(
     shapes: list[tuple[int, int]],
     device: str,
     path: str,
-    remat: str | None,
 ) -> Plain:
     # the first shape that could be computed knows the device
     known = next(row for row in found["jax"].values() if "peak" in row)
@@ -110,8 +108,7 @@ def _facts(
     out: Plain = {
         "device": device,
         "model": path,
-        "remat": remat or "chosen by length",
-        "attention": known["attention"],
+        "remat": "chosen by length",
         "peak_flops": peak,
         "peak_from": known["peak_from"],
         "shapes": [],
@@ -125,9 +122,9 @@ def _facts(
             flops(*shape) / (side["ms"] / 1e3) / peak if "ms" in side else None
         )
         row: Plain = {"rows": shape[0], "tokens": shape[1]}
-        for name in ("ms", "compile_s", "peak_bytes", "remat", "error"):
+        for name in ("ms", "compile_s", "remat", "error"):
             row[name] = ours.get(name)
-        for name in ("ms", "peak_bytes", "checkpointing", "also_ms", "error"):
+        for name in ("ms", "checkpointing", "also_ms", "error"):
             row[f"torch_{name}"] = theirs.get(name)
         row["mfu"] = share(ours)
         row["torch_mfu"] = share(theirs)
@@ -153,19 +150,19 @@ def _facts(
     }
 
 
-def drawn_padding(budget: int = 16384, steps: int = 8, samples: int = 256) -> float:
+def drawn_padding() -> float:
     """The share of padding when answers as a reasoning model gives them are packed, over several steps."""
     import numpy as np
 
     from jvlab.trainer._micro_batches import Packer
 
     rng = np.random.default_rng(0)
-    packer = Packer(budget)
+    packer = Packer(16384)
     tokens = 0
     computed = 0
-    for _ in range(steps):
-        answers = np.minimum(rng.lognormal(7.2, 0.7, samples).astype(int) + 1, 4096)
-        lengths = answers + np.repeat(rng.integers(60, 300, samples // 8), 8)
+    for _ in range(8):
+        answers = np.minimum(rng.lognormal(7.2, 0.7, 256).astype(int) + 1, 4096)
+        lengths = answers + np.repeat(rng.integers(60, 300, 32), 8)
         tokens += int(lengths.sum())
         computed += sum(part.tokens for part in packer.parts(lengths))
     return 1 - tokens / computed
@@ -197,9 +194,7 @@ def jax_side(order: Plain, lines: Lines) -> None:
     import jvlab as jv
 
     dtype = "bfloat16" if order["device"] == "cuda" else "float32"
-    policy = jv.Policy.from_pretrained(
-        order["model"], dtype=dtype, remat=order["remat"]
-    )
+    policy = jv.Policy.from_pretrained(order["model"], dtype=dtype)
     step = jax.jit(
         jax.value_and_grad(lambda p, x, m: -policy.logprobs_fn(p, x, m).mean())
     )
@@ -217,18 +212,11 @@ def jax_side(order: Plain, lines: Lines) -> None:
             row["compile_s"], compiled = timed(
                 lambda x=(tokens, mask): step.lower(policy.params, *x).compile()
             )
-            memory = compiled.memory_analysis()
-            row["peak_bytes"] = (
-                int(memory.temp_size_in_bytes + memory.argument_size_in_bytes)
-                if memory
-                else None
-            )
             one = lambda run=compiled, x=(tokens, mask): jax.block_until_ready(
                 run(policy.params, *x)
             )
             row["ms"] = median_ms(seconds_of(one, REPEAT))
             if first:
-                row["attention"] = policy.attention
                 row["peak"], row["peak_from"] = _peak(dtype)
                 first = False
         except Exception as error:  # out of memory is a result
@@ -292,7 +280,7 @@ def torch_side(order: Plain, lines: Lines) -> None:
                 5, vocabulary, tuple(shape), device="cuda" if cuda else "cpu"
             )
             found = {
-                kept: _torch_pass(model, cuda, kept, lambda tokens=tokens: one(tokens))
+                kept: _torch_pass(model, kept, lambda tokens=tokens: one(tokens))
                 for kept in (False, True)
             }
             best = min(
@@ -310,19 +298,14 @@ def torch_side(order: Plain, lines: Lines) -> None:
         lines.send(row)
 
 
-def _torch_pass(
-    model: Any, cuda: bool, checkpointing: bool, one: Callable[[], None]
-) -> Plain:
+def _torch_pass(model: Any, checkpointing: bool, one: Callable[[], None]) -> Plain:
     """One shape with or without gradient checkpointing: the peer may have whichever is faster."""
     import torch
 
     model.gradient_checkpointing_enable() if checkpointing else model.gradient_checkpointing_disable()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     try:
         ms = median_ms(seconds_of(one, REPEAT))
     except torch.OutOfMemoryError as error:  # a result
         model.zero_grad(set_to_none=True)
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-    peak = int(torch.cuda.max_memory_allocated()) if cuda else None
-    return {"ms": ms, "peak_bytes": peak, "checkpointing": checkpointing}
+    return {"ms": ms, "checkpointing": checkpointing}

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, JvlabError
+from jvlab._files import Plain
 from jvlab._version import __version__
 from jvlab.analysis.certification._certificate import CHECKS
 from jvlab.gateway.cluster import _slurm
 from jvlab.sync._mapping import add_plan_arguments, run_plan
+from jvlab.wire._limits import read_object
 from jvlab.wire.processes._labs import list_labs, stop_lab
 from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 
@@ -33,23 +35,6 @@ from jvlab.wire.processes._pool_spec import AWAY_SECONDS
 Options = tuple[tuple[str, Any, str], ...]
 REQUIRED = object()
 DEVICES = ("auto", "cpu", "cuda")
-BENCHES = [
-    "rollout",
-    "launch",
-    "plan",
-    "sync",
-    "lora",
-    "grpo",
-    "train",
-    "topology",
-    "gateway",
-    "gap",
-    "whatif",
-    "trl",
-    "tunix",
-    "link",
-    "server",
-]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -235,7 +220,6 @@ BENCH = (
         False,
         "launch, grpo, gap, trl, tunix: no CUDA graphs; engines start sooner",
     ),
-    ("--rollouts-only", False, "tunix: generate without training"),
     ("--mib", 1024, "link: how much is sent"),
     ("--host", "127.0.0.1", "link: this process's address for the other one"),
     (
@@ -251,7 +235,7 @@ def _add_options(parser: argparse.ArgumentParser, table: Options) -> None:
     for flag, default, text in table:
         match default:
             case False:
-                how: dict[str, Any] = {"action": "store_true"}
+                how: Plain = {"action": "store_true"}
             case (first, *_):
                 how = {"choices": [c for c in default if c], "default": first}
             case _ if default is REQUIRED:
@@ -281,6 +265,10 @@ def parser() -> argparse.ArgumentParser:
                 add_plan_arguments(command)
             case "bench":
                 command.add_argument("what", choices=BENCHES)
+                alone = "tunix: generate without training"
+                command.add_argument(
+                    "--rollouts-only", action="store_false", dest="train", help=alone
+                )
             case "stop":
                 seen = "as `jvlab ps` shows it"
                 command.add_argument("name", metavar="NAME", help=seen)
@@ -313,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # The body of each command: returns what --json prints.
 
 
-def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
+def _doctor(arguments: argparse.Namespace) -> Plain:
     from jvlab.cli._doctor import diagnose, render
 
     found = diagnose()
@@ -326,19 +314,19 @@ def _doctor(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _demo(arguments: argparse.Namespace) -> dict[str, Any]:
+def _demo(arguments: argparse.Namespace) -> Plain:
     from jvlab.cli._demo import run_demo
 
     return run_demo(arguments.seed, arguments.max_staleness, arguments.steps)
 
 
-def _gateway(arguments: argparse.Namespace) -> dict[str, Any]:
+def _gateway(arguments: argparse.Namespace) -> Plain:
     from jvlab.gateway._launcher import run_gateway
 
     return run_gateway(arguments)
 
 
-def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
+def _rollout(arguments: argparse.Namespace) -> Plain:
     from jvlab.engine import _agent, _process
 
     if arguments.follow:
@@ -357,7 +345,7 @@ def _rollout(arguments: argparse.Namespace) -> dict[str, Any]:
 LOOK_SECONDS = 0.2  # between two looks at what a follower did
 
 
-def run_follow(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_follow(arguments: argparse.Namespace) -> Plain:
     """The body of `jvlab rollout --follow`: until Ctrl-C or SIGTERM, or until the pool is closed."""
     import jvlab as jv
 
@@ -410,14 +398,14 @@ def report_follower(follower: Any) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _warm(arguments: argparse.Namespace) -> dict[str, Any]:
+def _warm(arguments: argparse.Namespace) -> Plain:
     from jvlab.engine._warm import run_host
     from jvlab.lab._launch_settings import resolve_device
 
     run_host(resolve_device(arguments.device))
 
 
-def run_ps(arguments: Any) -> dict[str, Any]:
+def run_ps(arguments: Any) -> Plain:
     """The body of `jvlab ps`."""
     labs = list_labs()
     width = max((len(info.name) for info in labs), default=0)
@@ -429,7 +417,7 @@ def run_ps(arguments: Any) -> dict[str, Any]:
     return {"labs": [info.plain() for info in labs]}
 
 
-def run_stop(arguments: Any) -> dict[str, Any]:
+def run_stop(arguments: Any) -> Plain:
     """The body of `jvlab stop`."""
     done = stop_lab(arguments.name, arguments.timeout)
     if not arguments.json:
@@ -440,30 +428,19 @@ def run_stop(arguments: Any) -> dict[str, Any]:
     return done
 
 
-def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_certify(arguments: argparse.Namespace) -> Plain:
     """The certificate as plain values; its table is printed unless JSON was asked for."""
     import jvlab as jv
 
-    try:
-        engine = json.loads(arguments.engine)
-    except ValueError as error:
-        raise ConfigError(
-            f"--engine is not JSON: {error}",
-            remedy="""--engine '{"enforce_eager": true}'""",
-        ) from error
-    if not isinstance(engine, dict):
-        raise ConfigError(
-            "--engine is not a JSON object",
-            remedy="""--engine '{"enforce_eager": true}'""",
-        )
+    engine = read_object(arguments.engine, "--engine")
     with jv.Lab() as lab:
-        options = {
-            "device": arguments.device,
-            "tensor_parallel": arguments.tensor_parallel,
-            "engine": engine,
-        }
         pool = lab.launch(
-            arguments.model, name="certified", replicas=arguments.replicas, **options
+            arguments.model,
+            name="certified",
+            replicas=arguments.replicas,
+            tensor_parallel=arguments.tensor_parallel,
+            device=arguments.device,
+            engine=engine,
         ).wait()
         found = jv.certify(pool, arguments.check, seed=arguments.seed)
         if not arguments.json:
@@ -471,143 +448,97 @@ def run_certify(arguments: argparse.Namespace) -> dict[str, Any]:
         return found.to_dict()
 
 
-# where each is, and which options it takes
+# where each is, and which options it takes: as parameters of that name, or parameter=option
 BENCHED: dict[str, tuple[str, str]] = {
     "rollout": ("_beside_vllm:run_bench_rollout", "rounds model load device"),
     "launch": ("_beside_vllm:run_bench_launch", "rounds model device eager"),
-    "first step": (
+    "launch --first-step": (
         "_grpo:run_bench_first_step",
         "model shape tokens device peer eager",
     ),
     "plan": ("_plan:run_bench_plan", ""),
+    "sync": ("_sync:run_bench_sync", "rounds model transport"),
+    "sync --device cuda": ("_sync_gpu:run_bench_sync_gpu", "rounds size=shape"),
+    "sync --transport nixl": ("_delta:run_bench_beside", "rounds size=shape"),
+    "sync --delta": ("_delta:run_bench_delta", "rounds model device size=shape"),
+    "sync --delta --adam": ("_delta:run_bench_adam", "steps model device size=shape"),
     "lora": ("_lora:run_bench_lora", "rounds model device shape"),
+    "grpo": ("_grpo:run_bench_grpo", "steps device eager"),
+    "grpo --model": (
+        "_grpo:run_bench_grpo_size",
+        "model tokens device steps shape peer eager bounds=staleness drawn fp8",
+    ),
+    "grpo --floors": (
+        "_floors:run_bench_floors",
+        "model shape tokens device eager",
+    ),
+    "grpo --tail": ("_floors:run_bench_tail", "model shape device eager"),
+    "grpo --fp8": ("_floors:run_bench_curves", "steps device"),
     "train": ("_train:run_bench_train", "model lengths device"),
     "topology": ("_topology:run_bench_topology", "rounds model device requests"),
     "gateway": ("_topology_gateway:run_bench_gateway", "replicas requests"),
     "gap": ("_gap:run_bench_gap", "model device eager"),
+    "whatif": ("_whatif:run_bench_whatif", "steps model device"),
+    "trl": ("_grpo:run_bench_trl", "model shape tokens steps device eager"),
+    "tunix": (
+        "_tunix:run_bench_tunix",
+        "model shape tokens steps device eager train",
+    ),
     "link": ("_link:run_bench_link", "mib host at"),
     "server": ("_server:run_bench_server", "rounds model shape device"),
 }
+BENCHES = [name for name in BENCHED if " " not in name]
 
 
-def _bench(arguments: argparse.Namespace) -> dict[str, Any]:
+def _bench(arguments: argparse.Namespace) -> Plain:
+    place, options = BENCHED[_which_bench(arguments)]
+    module, _, name = place.partition(":")
+    run = getattr(importlib.import_module(f"jvlab.bench.{module}"), name)
+    given: Plain = {}
+    for word in options.split():
+        parameter, _, option = word.partition("=")
+        value = getattr(arguments, option or parameter)
+        if parameter == "size":
+            from jvlab.bench._shapes import size_of
+
+            value = size_of(value)
+        if value is not None:
+            given[parameter] = value
+    return run(**given)
+
+
+def _which_bench(arguments: argparse.Namespace) -> str:
     what = arguments.what
-    if what == "launch" and arguments.first_step:
-        what = "first step"
-    if what in BENCHED:
-        place, options = BENCHED[what]
-        module, _, name = place.partition(":")
-        run = getattr(importlib.import_module(f"jvlab.bench.{module}"), name)
-        return run(*(getattr(arguments, option) for option in options.split()))
-    if what == "sync":
-        return _bench_sync(arguments)
-    if what == "grpo":
-        return _bench_grpo(arguments)
-    if what == "whatif":
-        from jvlab.bench._whatif import run_bench_whatif
-
-        return run_bench_whatif(
-            12 if arguments.steps is None else arguments.steps,
-            arguments.model,
-            arguments.device,
-        )
-    from jvlab.bench import _grpo, _tunix
-
-    steps = _grpo.STEPS if what == "trl" else _tunix.STEPS
-    given = (
-        arguments.model,
-        arguments.shape,
-        arguments.tokens,
-        steps if arguments.steps is None else arguments.steps,
-        arguments.device,
-        arguments.eager,
-    )
-    if what == "trl":
-        return _grpo.run_bench_trl(*given)
-    return _tunix.run_bench_tunix(*given, train=not arguments.rollouts_only)
-
-
-def _bench_sync(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.delta:
-        from jvlab.bench._delta import run_bench_adam, run_bench_delta
-        from jvlab.bench._shapes import size_of
-        from jvlab.lab._launch_settings import resolve_device
-
-        device = resolve_device(arguments.device)
-        size = size_of(arguments.shape)
-        if arguments.adam:
-            steps = 8 if arguments.steps is None else arguments.steps
-            return run_bench_adam(steps, arguments.model, device, size)
-        return run_bench_delta(arguments.rounds, arguments.model, device, size)
-    if arguments.device == "cuda":
-        from jvlab.bench._delta import run_bench_beside
-        from jvlab.bench._shapes import size_of
-        from jvlab.bench._sync_gpu import run_bench_sync_gpu
-
-        if arguments.transport == "nixl":
-            return run_bench_beside(arguments.rounds, size_of(arguments.shape))
-        return run_bench_sync_gpu(arguments.rounds, size_of(arguments.shape))
-    from jvlab.bench._sync import run_bench_sync
-
-    return run_bench_sync(arguments.rounds, arguments.model, arguments.transport)
-
-
-def _bench_grpo(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.tail:
-        from jvlab.bench._floors import run_bench_tail
-
-        return run_bench_tail(
-            arguments.model, arguments.shape, arguments.device, arguments.eager
-        )
-    if arguments.fp8 and not (arguments.model or arguments.shape):
-        from jvlab.bench._floors import run_bench_curves
-
-        return run_bench_curves(arguments.steps or 60, arguments.device)
-    if arguments.floors:
-        from jvlab.bench._floors import run_bench_floors
-
-        return run_bench_floors(
-            arguments.model,
-            arguments.shape,
-            arguments.tokens,
-            arguments.device,
-            arguments.eager,
-        )
-    if arguments.model or arguments.shape:
-        from jvlab.bench._grpo import BOUNDS, STEPS, run_bench_grpo_size
-
-        return run_bench_grpo_size(
-            arguments.model,
-            arguments.tokens,
-            arguments.device,
-            STEPS if arguments.steps is None else arguments.steps,
-            arguments.shape,
-            arguments.peer,
-            arguments.eager,
-            arguments.staleness or BOUNDS,
-            arguments.drawn,
-            arguments.fp8,
-        )
+    match what:
+        case "launch" if arguments.first_step:
+            return "launch --first-step"
+        case "sync" if arguments.delta:
+            return "sync --delta --adam" if arguments.adam else "sync --delta"
+        case "sync" if arguments.device == "cuda":
+            beside = arguments.transport == "nixl"
+            return "sync --transport nixl" if beside else "sync --device cuda"
+        case "grpo" if arguments.tail:
+            return "grpo --tail"
+        case "grpo" if arguments.floors:
+            return "grpo --floors"
+        case "grpo" if arguments.model or arguments.shape:
+            return "grpo --model"
+        case "grpo" if arguments.fp8:
+            return "grpo --fp8"
     needs = ("tokens", "peer", "staleness", "drawn")
-    if any(getattr(arguments, name) for name in needs):
+    if what == "grpo" and any(getattr(arguments, name) for name in needs):
         raise ConfigError(
             "--tokens, --staleness, --peer and --drawn need a model",
             remedy="--model DIR, or --shape qwen3-1.7b",
         )
-    from jvlab.bench._grpo import run_bench_grpo
-
-    return run_bench_grpo(
-        15 if arguments.steps is None else arguments.steps,
-        arguments.device,
-        eager=arguments.eager,
-    )
+    return what
 
 
 # below sys.prefix, where a wheel's data files go (pyproject.toml)
 SHIPPED = "share/jvlab/notebooks"
 
 
-def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
+def _lab(arguments: argparse.Namespace) -> Plain:
     import subprocess
 
     root = _tutorials()
@@ -618,7 +549,7 @@ def _lab(arguments: argparse.Namespace) -> dict[str, Any]:
         f"--port={arguments.port}",
         f"--notebook-dir={root}",
     ]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
+    if os.geteuid() == 0:
         command.append("--allow-root")  # containers often have no other user
     # no deadline: JupyterLab runs until its user ends it
     return {"exit": subprocess.call(command)}
@@ -642,7 +573,7 @@ def _tutorials() -> Path:
     return copy
 
 
-Run = Callable[[argparse.Namespace], dict[str, Any]]
+Run = Callable[[argparse.Namespace], Plain]
 COMMANDS: dict[str, tuple[str, Run, Options]] = {
     "doctor": (
         "what this machine can run; for what it cannot, why not and what to install",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from jvlab._files import Plain
 
 if TYPE_CHECKING:
     import jvlab as jv
@@ -18,9 +20,7 @@ VOCABULARY = 288  # small enough that a random model emits a digit now and then
 PROMPT = "Digits: "
 
 
-def run_demo(
-    seed: int = 0, max_staleness: int = 0, steps: int = STEPS
-) -> dict[str, Any]:
+def run_demo(seed: int = 0, max_staleness: int = 0, steps: int = STEPS) -> Plain:
     """Train a tiny random llama to emit digits; prints progress, returns the facts, leaves only runs/<name>."""
     import jvlab as jv
     from jvlab.cli._doctor import diagnose, render
@@ -111,7 +111,7 @@ class _StepRows:
         self._before = now
 
 
-def _greedy_check(policy: jv.Policy, pool: jv.Pool) -> dict[str, Any]:
+def _greedy_check(policy: jv.Policy, pool: jv.Pool) -> Plain:
     """Check that vLLM's greedy tokens equal JAX's, and measure the log-probability gap."""
     from jvlab._errors import VerifyError
 
@@ -131,24 +131,17 @@ def _greedy_check(policy: jv.Policy, pool: jv.Pool) -> dict[str, Any]:
     return {"tokens": len(chosen), "gap": float(np.abs(ours - theirs).max())}
 
 
-def _facts(run: Run, gap: float, syncs_before: int) -> dict[str, Any]:
+def _facts(run: Run, gap: float, syncs_before: int) -> Plain:
     s = run.record.summary()
+    gaps = (gap, s["logprob_gap"])
+    same = ("reward_first", "reward_last", "max_staleness", "steps", "samples")
+    same += ("tokens", "dropped", "alarms", "faults")
     return {
-        "reward_first": s["reward_first"],
-        "reward_last": s["reward_last"],
-        "logprob_gap": max(gap, s["logprob_gap"])
-        if math.isfinite(s["logprob_gap"])
-        else gap,
+        **{name: s[name] for name in same},
+        "logprob_gap": max(g for g in gaps if math.isfinite(g)),
         "syncs": s["syncs"] + syncs_before,
         "syncs_verified": s["syncs_verified"] + syncs_before,
-        "max_staleness": s["max_staleness"],
         "tokens_per_s": s["tokens_per_s_generating"],
-        "steps": s["steps"],
-        "samples": s["samples"],
-        "tokens": s["tokens"],
-        "dropped": s["dropped"],
-        "alarms": s["alarms"],
-        "faults": s["faults"],
         "run": str(run.folder),
     }
 

@@ -24,11 +24,12 @@ from jvlab.engine._cpu import cpu_support
 from jvlab.engine._vllm_versions import SEEN as SEEN_VLLM
 from jvlab.engine._vllm_versions import was_seen
 
-TRANSPORTS = ("loopback", "shm", "tcp", "ipc", "nccl", "nixl", "disk")
 _GIB = 2**30
 _SHM_WANTED = 1.0  # GiB; containers start with 64 MiB, less than any model
 # a gateway uses a few descriptors per client, replica and shared segment
 _FILES_WANTED = 4096
+
+UNKNOWN = "unknown (see warnings)"
 
 Facts = dict[str, Any]
 
@@ -70,16 +71,11 @@ def _cpu() -> Facts:
     if named is None and shutil.which("lscpu"):
         named = re.search(r"^Model name:\s*(.+)$", _run(["lscpu"]), re.MULTILINE)
     model = named.group(1) if named else platform.processor() or platform.machine()
-    usable = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
     return {
         "model": model,
         "arch": platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": usable,
+        "usable_cores": len(os.sched_getaffinity(0)),
     }
 
 
@@ -256,8 +252,6 @@ def _shared_memory() -> Facts:
     segment = shared_memory.SharedMemory(create=True, size=4096)
     segment.close()
     segment.unlink()
-    if not Path("/dev/shm").is_dir():
-        return {"total_gib": None, "free_gib": None}
     usage = shutil.disk_usage("/dev/shm")
     return {
         "total_gib": round(usage.total / _GIB, 2),
@@ -289,7 +283,7 @@ def _compile_cache() -> Facts:
     }
 
 
-def _extras() -> dict[str, str | None]:
+def _packages() -> dict[str, str | None]:
     names = (
         "safetensors",
         "transformers",
@@ -303,23 +297,27 @@ def _extras() -> dict[str, str | None]:
     return {name: _version(name) for name in names}
 
 
+# by name: what `_cpu` finds is facts["cpu"]
 PROBES: dict[str, Callable[[], Any]] = {
-    "cpu": _cpu,
-    "numbers": _numbers,
-    "memory": _memory,
-    "gpus": _gpus,
-    "vllm": _vllm,
-    "torch": _torch,
-    "jax": _jax,
-    "cupy": _cupy,
-    "nccl": _nccl,
-    "nixl": _nixl,
-    "network": _network,
-    "shared_memory": _shared_memory,
-    "open_files": _open_files,
-    "disk": _disk,
-    "compile_cache": _compile_cache,
-    "packages": _extras,
+    probe.__name__.removeprefix("_"): probe
+    for probe in (
+        _cpu,
+        _numbers,
+        _memory,
+        _gpus,
+        _vllm,
+        _torch,
+        _jax,
+        _cupy,
+        _nccl,
+        _nixl,
+        _network,
+        _shared_memory,
+        _open_files,
+        _disk,
+        _compile_cache,
+        _packages,
+    )
 }
 
 
@@ -366,52 +364,29 @@ def _major(version: str | None) -> str | None:
     return version.split(".")[0] if version else None
 
 
+Problems = list[tuple[str, str]]  # why it cannot work, and what to install or do
+
+
 def _transport(name: str, facts: Facts) -> Facts:
     """Whether a transport can work here; if not, why, and what to install."""
-    match name:
-        case "loopback" | "tcp":
-            problems = []
-        case "shm":
-            problems = _shm_problems(facts)
-        case "ipc":
-            problems = _gpu_problems(facts)
-        case "nccl":
-            problems = _gpu_problems(facts) + _nccl_problems(facts)
-        case "nixl":
-            problems = _nixl_problems(facts)
-        case "disk":
-            problems = _disk_problems(facts)
-        case _:
-            raise ValueError(f"unknown transport {name!r}")
-    good = {
-        "loopback": "in this process; for tests and dry runs",
-        "shm": "shared memory between processes of this host",
-        "tcp": "between processes or hosts; beyond loopback with TLS",
-        "ipc": "CUDA IPC: the trainer writes into the engine's memory",
-        "nccl": _how_to_nccl(facts),
-        "nixl": "NIXL writes host memory by UCX; beyond loopback for trusted networks only (no TLS); RDMA is untried",
-        "disk": "safetensors files; the slowest",
-    }
+    what, problems_of = TRANSPORTS[name]
+    problems = problems_of(facts)
     return {
         "works": not problems,
-        "why": good[name] if not problems else "; ".join(why for why, _ in problems),
+        "why": "; ".join(why for why, _ in problems) or what(facts),
         "install": "; ".join(dict.fromkeys(fix for _, fix in problems if fix)) or None,
     }
 
 
-def _shm_problems(facts: Facts) -> list[tuple[str, str]]:
-    if facts["shared_memory"] is None:
-        error = facts["errors"].get("shared_memory", "unknown")
-        return [
-            (
-                f"no shared memory segment can be made ({error})",
-                "mount a tmpfs on /dev/shm",
-            )
-        ]
-    return []
+def _shm_problems(facts: Facts) -> Problems:
+    if facts["shared_memory"] is not None:
+        return []
+    error = facts["errors"].get("shared_memory", "unknown")
+    why = f"no shared memory segment can be made ({error})"
+    return [(why, "mount a tmpfs on /dev/shm")]
 
 
-def _disk_problems(facts: Facts) -> list[tuple[str, str]]:
+def _disk_problems(facts: Facts) -> Problems:
     problems = []
     if facts["disk"] is None:
         problems.append(
@@ -422,65 +397,42 @@ def _disk_problems(facts: Facts) -> list[tuple[str, str]]:
     return problems
 
 
-def _gpu_problems(facts: Facts) -> list[tuple[str, str]]:
+def _gpu_problems(facts: Facts) -> Problems:
     """What both GPU transports need: a GPU, and CUDA builds of vLLM, JAX and cupy."""
     gpus = facts["gpus"]
     if gpus is None or not gpus["devices"]:
         why = gpus["why_none"] if gpus else facts["errors"].get("gpus", "unknown")
-        return [
-            (
-                f"no GPU ({why})",
-                "needs an NVIDIA GPU and its driver; on CPU use shm or tcp",
-            )
-        ]
-    major = _major(gpus["cuda"]) or "13"
-    extra = f'pip install "jvlab[cuda{12 if major == "12" else 13}]"'
+        fix = "needs an NVIDIA GPU and its driver; on CPU use shm or tcp"
+        return [(f"no GPU ({why})", fix)]
+    extra = f'pip install "jvlab[cuda{12 if _major(gpus["cuda"]) == "12" else 13}]"'
+    vllm = facts["vllm"]
+    jax = facts["jax"]
     problems = []
-    if not facts["vllm"] or facts["vllm"]["build"] != "cuda":
-        problems.append(
-            (
-                "vLLM is not a CUDA build"
-                if facts["vllm"]
-                else "vLLM is not installed",
-                extra,
-            )
-        )
-    if not facts["jax"] or not facts["jax"]["cuda"]:
-        problems.append(
-            (
-                "JAX has no CUDA plugin" if facts["jax"] else "JAX is not installed",
-                extra,
-            )
-        )
+    if not vllm or vllm["build"] != "cuda":
+        problems.append("vLLM is not a CUDA build" if vllm else "vLLM is not installed")
+    if not jax or not jax["cuda"]:
+        problems.append("JAX has no CUDA plugin" if jax else "JAX is not installed")
     if not facts["cupy"]:
-        problems.append(("cupy is not installed", extra))
+        problems.append("cupy is not installed")
+    return [(problem, extra) for problem in problems]
+
+
+def _nccl_problems(facts: Facts) -> Problems:
+    problems = _gpu_problems(facts)
+    if not (facts["gpus"] and facts["gpus"]["devices"] and facts["cupy"]):
+        return problems
+    nccl = facts["nccl"]
+    if nccl is None:
+        why = f"NCCL does not load ({facts['errors'].get('nccl', 'unknown')})"
+        return [*problems, (why, "pip install nvidia-nccl-cu13 or -cu12")]
+    # NCCL needs equal versions
+    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:
+        why = f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer are not compatible"
+        return [*problems, (why, "install one nvidia-nccl wheel for both sides")]
     return problems
 
 
-def _nccl_problems(facts: Facts) -> list[tuple[str, str]]:
-    if not (facts["gpus"] and facts["gpus"]["devices"] and facts["cupy"]):
-        return []  # reported already
-    nccl = facts["nccl"]
-    if nccl is None:
-        return [
-            (
-                f"NCCL does not load ({facts['errors'].get('nccl', 'unknown')})",
-                "pip install nvidia-nccl-cu13 or -cu12",
-            )
-        ]
-    # NCCL needs equal versions
-    if nccl["torch"] and nccl["trainer"] and nccl["torch"] != nccl["trainer"]:
-        fix = "install one nvidia-nccl wheel for both sides"
-        return [
-            (
-                f"NCCL {nccl['torch']} of vLLM and {nccl['trainer']} of the trainer are not compatible",
-                fix,
-            )
-        ]
-    return []
-
-
-def _nixl_problems(facts: Facts) -> list[tuple[str, str]]:
+def _nixl_problems(facts: Facts) -> Problems:
     if facts["nixl"]:
         return []
     from jvlab.transport._nixl import INSTALL
@@ -497,6 +449,36 @@ def _how_to_nccl(facts: Facts) -> str:
             'os.environ["NCCL_HOSTID"] = "trainer" and launch(env={"NCCL_HOSTID": "engine"}). ipc does not need this'
         )
     return "NCCL from GPU to GPU; NCCL_SOCKET_IFNAME chooses the interface between hosts, on both sides"
+
+
+def _no_problems(facts: Facts) -> Problems:
+    return []
+
+
+# what each is, and what is in its way
+TRANSPORTS: dict[str, tuple[Callable[[Facts], str], Callable[[Facts], Problems]]] = {
+    "loopback": (lambda _: "in this process; for tests and dry runs", _no_problems),
+    "shm": (
+        lambda _: "shared memory between processes of this host",
+        _shm_problems,
+    ),
+    "tcp": (
+        lambda _: "between processes or hosts; beyond loopback with TLS",
+        _no_problems,
+    ),
+    "ipc": (
+        lambda _: "CUDA IPC: the trainer writes into the engine's memory",
+        _gpu_problems,
+    ),
+    "nccl": (_how_to_nccl, _nccl_problems),
+    "nixl": (
+        lambda _: (
+            "NIXL writes host memory by UCX; beyond loopback for trusted networks only (no TLS); RDMA is untried"
+        ),
+        _nixl_problems,
+    ),
+    "disk": (lambda _: "safetensors files; the slowest", _disk_problems),
+}
 
 
 def _unknown_interface(facts: Facts) -> str:
@@ -572,7 +554,7 @@ def _warnings(facts: Facts) -> list[str]:
         )
     shm = facts["shared_memory"] or {}
     files = facts["open_files"] or {}
-    if shm.get("total_gib") is not None and shm["total_gib"] < _SHM_WANTED:
+    if shm.get("total_gib", _SHM_WANTED) < _SHM_WANTED:
         found.append(
             f"/dev/shm has {shm['total_gib']} GiB: models will not fit; docker run --shm-size=8g"
         )
@@ -586,7 +568,7 @@ def _warnings(facts: Facts) -> list[str]:
 
 def render(facts: Facts) -> str:
     """The diagnosis as text."""
-    rows = [(name, text) for name, text in _summary(facts)]
+    rows = _summary(facts)
     width = max(len(name) for name, _ in rows)
     lines = [
         f"jvlab {facts['jvlab']} on {facts['system']}",
@@ -607,7 +589,6 @@ def render(facts: Facts) -> str:
 
 
 def _summary(facts: Facts) -> list[tuple[str, str]]:
-    unknown = "unknown (see warnings)"
     cpu, memory, gpus, jax, torch = (
         facts[k] for k in ("cpu", "memory", "gpus", "jax", "torch")
     )
@@ -615,14 +596,14 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
         facts[k] for k in ("vllm", "cupy", "nccl", "shared_memory", "open_files")
     )
     errors = facts["errors"]
-    absent = lambda name: unknown if name in errors else "not installed"
+    absent = lambda name: UNKNOWN if name in errors else "not installed"
     rows = [
         ("python", facts["python"]),
         (
             "cpu",
             f"{cpu['model']} ({cpu['arch']}), {cpu['usable_cores']} of {cpu['cores']} cores"
             if cpu
-            else unknown,
+            else UNKNOWN,
         ),
         *(
             [("cpu kernels", _numbers_line(facts["numbers"]))]
@@ -633,11 +614,11 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
             "memory",
             f"{memory['available_gib']} of {memory['total_gib']} GiB free"
             if memory
-            else unknown,
+            else UNKNOWN,
         ),
     ]
     if gpus is None or not gpus["devices"]:
-        rows.append(("gpu", f"none: {gpus['why_none']}" if gpus else unknown))
+        rows.append(("gpu", f"none: {gpus['why_none']}" if gpus else UNKNOWN))
     else:
         for i, gpu in enumerate(gpus["devices"]):
             rows.append(
@@ -670,19 +651,19 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
             "nccl",
             f"vLLM {nccl['torch'] or 'none'}, trainer {nccl['trainer'] or 'none'}"
             if nccl
-            else unknown,
+            else UNKNOWN,
         ),
         (
             "/dev/shm",
-            f"{shm['free_gib']} of {shm['total_gib']} GiB free" if shm else unknown,
+            f"{shm['free_gib']} of {shm['total_gib']} GiB free" if shm else UNKNOWN,
         ),
         (
             "open files",
-            f"{files['soft']} (hard limit {files['hard']})" if files else unknown,
+            f"{files['soft']} (hard limit {files['hard']})" if files else UNKNOWN,
         ),
         (
             "compile cache",
-            _cache_line(facts["compile_cache"]) if facts["compile_cache"] else unknown,
+            _cache_line(facts["compile_cache"]) if facts["compile_cache"] else UNKNOWN,
         ),
     ]
     return rows
@@ -690,21 +671,17 @@ def _summary(facts: Facts) -> list[tuple[str, str]]:
 
 def _numbers_line(numbers: Facts) -> str:
     """ "float32, float16, int8; no bfloat16: ..." """
-    works = ["float32", *(kind for kind, tried in numbers.items() if tried["works"])]
-    parts = [", ".join(works)]
-    parts += [
-        f"no {kind}: {tried['why']}"
-        for kind, tried in numbers.items()
-        if tried["works"] is False
-    ]
-    parts += [
-        f"{kind} not tried: {tried['why']}"
-        for kind, tried in numbers.items()
-        if tried["works"] is None
-    ]
+    works = ["float32"]
+    parts = []
+    for kind, tried in numbers.items():
+        if tried["works"]:
+            works.append(kind)
+        else:
+            lacks = f"no {kind}" if tried["works"] is False else f"{kind} not tried"
+            parts.append(f"{lacks}: {tried['why']}")
     if any(numbers[kind]["works"] is False for kind in ("bfloat16", "float16")):
         parts.append("dtype auto takes float32 instead")
-    return "; ".join(parts)
+    return "; ".join([", ".join(works), *parts])
 
 
 def _cache_line(cache: Facts) -> str:

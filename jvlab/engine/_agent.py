@@ -208,7 +208,7 @@ class Agent:
         own["bind"] = self._bind
         if host.alone:
             own |= {"index": 0, "replicas": 1}
-        process = self.process = RolloutProcess.of_order(
+        process = self.process = RolloutProcess(
             {**order, **own}, self._folder, host.token, self._warm
         )
         print(

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -28,6 +28,9 @@ from jvlab._errors import EngineDirty, JvlabError
 from jvlab._names import LostNote
 from jvlab.gateway._routing import Board, Policy, RouteRequest, least_in_flight
 from jvlab.wire._rpc_errors import CallFailed, received
+
+if TYPE_CHECKING:
+    from jvlab.gateway._pool_commands import PoolReplicas
 
 
 @dataclass
@@ -59,50 +62,6 @@ class Lost:
     reason: str
 
 
-class Replicas(Protocol):
-    """What the dispatcher needs from the gateway."""
-
-    def board(self) -> Board:
-        """Replicas that may be given work, with their requests in flight."""
-        ...
-
-    def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
-        """Set when a sync in progress, or a restart, may have made another replica serve; None: nothing to wait for."""
-        ...
-
-    def barred(self) -> EngineDirty | None:
-        """Why no live replica may be given work; None if one may."""
-        ...
-
-    def count(self, replica: str, change: int) -> None:
-        """Add to the parts in flight there; the board shows it at once."""
-        ...
-
-    def served(self, replica: str, parts: int) -> None:
-        """This many parts have arrived and are no longer in flight."""
-        ...
-
-    def track(self, replica: str, call: Any) -> None: ...
-    def untrack(self, replica: str, call: Any) -> None: ...
-    def loss(self, replica: str) -> str: ...
-
-    def failed(self, replica: str, epoch: int, error: grpc.aio.AioRpcError) -> str:
-        """Why the replica counts as lost after this failed call; empty if it does not."""
-        ...
-
-    def epoch(self, replica: str) -> int:
-        """The epoch of orders to it now."""
-        ...
-
-    def run(self, replica: str) -> int:
-        """Tells its process from those that had its name before."""
-        ...
-
-    def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
-        """The error for work that these replicas did not finish in time."""
-        ...
-
-
 DIRTY_RETRIES = 20
 DIRTY_RETRY_SECONDS = 0.05
 MAX_RESULTS = 256  # in one message
@@ -122,7 +81,7 @@ class Dispatch:
 
     def __init__(
         self,
-        replicas: Replicas,
+        replicas: PoolReplicas,
         items: Sequence[Item],
         open_call: Callable[[str, list[Item]], Any],
         part_of: Callable[[Any], tuple[int, int]],

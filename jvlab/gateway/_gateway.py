@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
 
+from jvlab._errors import JvlabError
+from jvlab._files import Plain
 from jvlab._version import __version__
 from jvlab.gateway import _registry as reg
-from jvlab.gateway._http_front import Fronts
 from jvlab.gateway._link_service import Links, Teams
 from jvlab.gateway._pool_commands import (
     PAUSED,
@@ -39,28 +39,22 @@ from jvlab.wire._rpc_errors import CallFailed, refused
 from jvlab.wire._security import Tls
 from jvlab.wire.processes._identity import Identity
 from jvlab.wire.processes._pool_spec import AWAY_SECONDS
-from jvlab.wire.processes._rollout_process import GRACE_SECONDS, RolloutProcess
+from jvlab.wire.processes._rollout_process import (
+    GRACE_SECONDS,
+    RolloutProcess,
+    order_of,
+)
 from jvlab.wire.processes._warm import WarmProcesses
 
+if TYPE_CHECKING:
+    from jvlab.gateway._http_front import Front
+
 TICK_SECONDS = 0.25
+# the longest that a launch waits for the HTTP front of the pool that had its name
+CLOSE_SECONDS = 10.0
 # that a new process waits for the one that had its name to end, which is killed before
 PREDECESSOR_SECONDS = 30.0
 WAITS = "waits for its predecessor to end"  # the stage of a replica until then
-PB_STATE = {
-    reg.ReplicaState.STARTING: pb.STARTING,
-    reg.ReplicaState.READY: pb.READY,
-    reg.ReplicaState.LOST: pb.LOST,
-    reg.ReplicaState.FAILED: pb.FAILED,
-    reg.ReplicaState.CLOSED: pb.CLOSED,
-    reg.ReplicaState.DRAINING: pb.DRAINING,
-    reg.ReplicaState.RESTARTING: pb.RESTARTING,
-}
-
-
-@functools.lru_cache(maxsize=64)
-def _limits(given_json: str, max_num_seqs: int, max_model_len: int) -> Limits:
-    """Every snapshot of a pool has them."""
-    return Limits.resolve(json.loads(given_json), max_num_seqs, max_model_len)
 
 
 class Gateway:
@@ -88,7 +82,7 @@ class Gateway:
         self.warm = WarmProcesses(folder)
         self.place = "local"  # who starts processes, unless a launch says otherwise
         # where `plain` is kept; None: this gateway does not come back
-        self.keep: Callable[[dict[str, Any]], None] | None = None
+        self.keep: Callable[[Plain], None] | None = None
         # where other hosts reach it, over TLS
         self.public: tuple[str, Tls] | None = None
         self.away = AWAY_SECONDS  # that joined replicas and it wait for each other
@@ -245,9 +239,8 @@ class Gateway:
         folder = self.folder
         match spec.place:
             case "local":
-                return RolloutProcess(
-                    replica, spec, index, folder, self.address, self.token, self.warm
-                )
+                order = order_of(replica, spec, index) | {"gateway": self.address}
+                return RolloutProcess(order, folder, self.token, self.warm)
             case "join":
                 return JoinedProcess(replica, spec, index, folder, self.away)
             case place if place in self.process_factories:
@@ -312,7 +305,7 @@ class Gateway:
         if self.keep is not None and not self.registry.ending:
             self.keep(self._plain())
 
-    def _plain(self) -> dict[str, Any]:
+    def _plain(self) -> Plain:
         plain = self.registry.plain()
         for kept in plain["pools"]:
             name = kept["spec"]["pool"]
@@ -331,7 +324,7 @@ class Gateway:
                 )
         return plain
 
-    async def restore(self, saved: dict[str, Any]) -> None:
+    async def restore(self, saved: Plain) -> None:
         """Go on where `_plain` was taken. The server's addresses are known, and it does not listen yet."""
         hosts = {
             row["name"]: row.pop("host")
@@ -439,27 +432,20 @@ class Gateway:
         self.links.check_steering(order.pool, order.what)
         return await self.steering.steer(order, timeout)
 
-    def model_len(self, pool: str) -> int:
-        """The longest sequence of the pool's engines; 0 before the first has reported it."""
-        known = self._facts(pool)
-        return known.max_model_len if known is not None else 0
-
     def limits(self, pool: str) -> Limits:
         """What one call may ask of this pool. Raises Refused for an unknown pool."""
-        known = self._facts(pool) or pb.EngineFacts()
+        known = self.facts_of(pool)
         given = self.registry.pool(pool).spec.limits_json
-        return _limits(given, known.max_num_seqs, known.max_model_len)
-
-    def _facts(self, pool: str) -> pb.EngineFacts | None:
-        """The facts of any engine of the pool; all were launched alike."""
-        return next(
-            (
-                self.facts[name]
-                for name in self.registry.pool(pool).replicas
-                if name in self.facts
-            ),
-            None,
+        return Limits.resolve(
+            json.loads(given), known.max_num_seqs, known.max_model_len
         )
+
+    def facts_of(self, pool: str) -> pb.EngineFacts:
+        """The facts of any engine of the pool, since all were launched alike; empty before the first is up."""
+        for name in self.registry.pool(pool).replicas:
+            if name in self.facts:
+                return self.facts[name]
+        return pb.EngineFacts()
 
     # Snapshots ----------------------------------------------------------------------------------------------------
 
@@ -478,7 +464,7 @@ class Gateway:
         now = time.monotonic()
         status = pb.ReplicaStatus(
             replica=replica.name,
-            state=PB_STATE[replica.state],
+            state=pb.ReplicaState.Value(replica.state.name),
             stage=replica.stage,
             pid=replica.pid,
             seconds=replica.ready_after
@@ -495,6 +481,8 @@ class Gateway:
             restarts_left=self.registry.restarts_left(replica),
             restarts=replica.restarts,
             awaited=replica.awaited,
+            facts=self.facts.get(replica.name),
+            stats=self.stats.get(replica.name),
         )
         machine = self.links.of(replica.pool).machine
         member = machine.members.get(replica.name)
@@ -502,13 +490,8 @@ class Gateway:
         if member is not None:
             standing = machine.standing(replica.name)
             # of one that came back to a new gateway, as it says itself
-            said = self.stats.get(replica.name, pb.ReplicaStats())
-            status.dirty = said.dirty if member.returned else member.dirty
+            status.dirty = status.stats.dirty if member.returned else member.dirty
             status.stale = standing is Standing.STALE
-        if replica.name in self.facts:
-            status.facts.CopyFrom(self.facts[replica.name])
-        if replica.name in self.stats:
-            status.stats.CopyFrom(self.stats[replica.name])
         # these are its last stats: it runs nothing now
         if replica.state not in reg.BEATING:
             for name in ("running", "waiting", "tokens_per_s"):
@@ -539,7 +522,7 @@ class Gateway:
             https_port=front.public_port if front else 0,
             http_key=front is not None and front.keyed,
             limits=pb.CallLimits(**vars(self.limits(name)))
-            if self._facts(name) is not None
+            if self.facts_of(name).max_num_seqs
             else None,
             paused_by=held.get(PAUSED, ""),
             asleep_by=next((by for state, by in held.items() if state != PAUSED), ""),
@@ -589,3 +572,63 @@ class Gateway:
             fingerprint=self.fingerprint,
             away_seconds=0.0 if self.keep is None else self.away,
         )
+
+
+class Fronts:
+    """The HTTP fronts of a gateway's pools."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._open: dict[str, Front] = {}
+        # of fronts of closed pools, until their port is free
+        self._closing: dict[asyncio.Task[None], str] = {}
+
+    async def launch(
+        self,
+        spec: reg.PoolSpec,
+        port: int,
+        start: Callable[[], None],
+        keyed: bool = False,
+    ) -> None:
+        """Listen for a pool, then start it; whichever fails leaves nothing behind."""
+        # aiohttp and pydantic take half a second to import
+        from jvlab.gateway._http_front import Front
+
+        if spec.place != "local":
+            text = f"replicas serve HTTP on loopback, and those of a {spec.place!r} pool may run elsewhere"
+            remedy = "launch it without http, or in a lab whose gateway starts the replicas itself"
+            raise refused(text, remedy)
+        # that of an earlier pool of this name may have the same port
+        if closing := self._closing_of(spec.pool):
+            await asyncio.wait(closing, timeout=CLOSE_SECONDS)
+        front = Front(self._gateway, spec.pool, keyed)
+        try:
+            await front.open(port)
+        except JvlabError as error:
+            raise refused(error.message, error.remedy) from error
+        try:
+            start()
+        except BaseException:
+            await front.close()
+            raise
+        self._open[spec.pool] = front
+
+    def of(self, pool: str) -> Front | None:
+        """A pool's front; None if it has no HTTP."""
+        return self._open.get(pool)
+
+    def _closing_of(self, pool: str) -> list[asyncio.Task[None]]:
+        return [task for task, name in self._closing.items() if name == pool]
+
+    def begin_close(self, pool: str) -> list[asyncio.Task[None]]:
+        """Close a pool's front, if it has one; it closes even if nobody waits for these tasks."""
+        if front := self._open.pop(pool, None):
+            task = asyncio.create_task(front.close())
+            self._closing[task] = pool
+            task.add_done_callback(self._closing.pop)
+        return self._closing_of(pool)
+
+    async def shut_down(self) -> None:
+        for pool in list(self._open):
+            self.begin_close(pool)
+        await asyncio.gather(*self._closing)

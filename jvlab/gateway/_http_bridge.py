@@ -2,7 +2,6 @@
 
 GET  /bridge/status         what pool.status() returns
 GET  /bridge/version        the committed version, and each replica's
-GET  /bridge/mapping        where vLLM's own loader puts every checkpoint element, traced in the live engine
 POST /bridge/notify_update  load a checkpoint from a folder: one sync, verified by digests
 POST /bridge/pause, /bridge/resume
 GET  /bridge/openapi.json   the OpenAPI document of these routes
@@ -22,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic.json_schema import models_json_schema
 
 from jvlab._files import Plain
 from jvlab._version import __version__
@@ -31,14 +31,11 @@ from jvlab.gateway._http_server import Handler, Refusal, read_body
 from jvlab.wire import _security
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._limits import read_object
-from jvlab.wire._rpc_errors import refused
+from jvlab.wire._pool_summary import pool_summary
 from jvlab.wire._sync_words import CHOICES
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from jvlab.gateway._gateway import Gateway
-    from jvlab.layout._types import Note, RankLayout
 
 
 MAX_TIMEOUT = 86_400.0
@@ -145,143 +142,112 @@ def read_fields(route: Route, body: bytes) -> Plain:
 # What answers hold, for the document.
 
 
-class Outcome(BaseModel):
+class Answer(BaseModel):
+    """A text below a field describes it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Outcome(Answer):
     """One replica after the sync."""
 
-    replica: str = Field(description="its name")
-    state: str = Field(description="committed, old, stale, dirty or lost")
-    version: int = Field(description="the version it holds")
-    error: str = Field(description="what failed; empty if nothing")
+    replica: str
+    """its name"""
+    state: str
+    """committed, old, stale, dirty or lost"""
+    version: int
+    """the version it holds"""
+    error: str
+    """what failed; empty if nothing"""
 
 
-class Updated(BaseModel):
+class Updated(Answer):
     """What was committed."""
 
     pool: str
-    version: int = Field(description="the version that the pool holds now")
-    verified: bool = Field(
-        description="every parameter's digest matched on every replica"
-    )
-    meaning: str = Field(
-        description="whether tensors mean the same on both sides: checked and how, or unchecked and why"
-    )
-    bytes: int = Field(description="bytes moved")
-    transport: str = Field(description="the transport used")
-    seconds: dict[str, float] = Field(description="durations by part of the sync")
+    version: int
+    """the version that the pool holds now"""
+    verified: bool
+    """every parameter's digest matched on every replica"""
+    meaning: str
+    """whether tensors mean the same on both sides: checked and how, or unchecked and why"""
+    bytes: int
+    """bytes moved"""
+    transport: str
+    """the transport used"""
+    seconds: dict[str, float]
+    """durations by part of the sync"""
     outcomes: list[Outcome]
-    digests: dict[str, dict[str, str]] = Field(
-        description="parameter -> rank -> digest as 16 hexadecimal digits"
-    )
+    digests: dict[str, dict[str, str]]
+    """parameter -> rank -> digest as 16 hexadecimal digits"""
 
 
-class Steered(BaseModel):
+class Steered(Answer):
     """What was done."""
 
     pool: str
-    paused: bool = Field(description="whether the pool is paused now")
-    seconds: float = Field(description="duration on the slowest replica")
+    paused: bool
+    """whether the pool is paused now"""
+    seconds: float
+    """duration on the slowest replica"""
 
 
-class Versions(BaseModel):
+class Versions(Answer):
     """Which weights are served."""
 
     pool: str
-    version: int = Field(description="that the last sync committed; 0 before the first")
-    sync: str = Field(description="stage of the open sync, or idle")
-    replicas: dict[str, int] = Field(description="replica -> version")
+    version: int
+    """that the last sync committed; 0 before the first"""
+    sync: str
+    """stage of the open sync, or idle"""
+    replicas: dict[str, int]
+    """replica -> version"""
 
 
-class ReplicaAnswer(BaseModel):
+class ReplicaAnswer(Answer):
     """One replica; there are more fields."""
 
-    replica: str = Field(description="its name")
-    state: str = Field(description="ready, starting, failed, ...")
-    version: int = Field(description="the version it holds")
-    in_flight: int = Field(description="unfinished samples that it was given")
-    http_url: str | None = Field(description="base address of its own OpenAI app")
+    replica: str
+    """its name"""
+    state: str
+    """ready, starting, failed, ..."""
+    version: int
+    """the version it holds"""
+    in_flight: int
+    """unfinished samples that it was given"""
+    http_url: str | None
+    """base address of its own OpenAI app"""
 
 
-class StatusAnswer(BaseModel):
+class StatusAnswer(Answer):
     """What pool.status() returns; there are more fields."""
 
     pool: str
-    model: str = Field(description="path or hub id")
-    state: str = Field(description="one word for the pool")
-    version: int = Field(description="that the last sync committed; 0 before the first")
-    sync: str = Field(description="stage of the open sync, or idle")
+    model: str
+    """path or hub id"""
+    state: str
+    """one word for the pool"""
+    version: int
+    """that the last sync committed; 0 before the first"""
+    sync: str
+    """stage of the open sync, or idle"""
     replicas: list[ReplicaAnswer]
 
 
-class Shaped(BaseModel):
-    """A tensor of the checkpoint."""
-
-    name: str
-    shape: list[int]
-    dtype: str = Field(description="as torch spells it")
-
-
-class Strided(Shaped):
-    """A live parameter."""
-
-    strides: list[int] = Field(description="in elements")
-
-
-class StridedCopy(BaseModel):
-    """One strided copy; offsets and strides count elements."""
-
-    tensor: str = Field(description="from this checkpoint tensor")
-    parameter: str = Field(description="to this parameter")
-    shape: list[int] = Field(description="of the box")
-    src_offset: int = Field(description="first element in the tensor")
-    src_strides: list[int] = Field(description="in the tensor")
-    dst_offset: int = Field(description="first element in the parameter's storage")
-    dst_strides: list[int] = Field(description="in the parameter's storage")
-
-
-class NoteAnswer(BaseModel):
-    """An exception, and why."""
-
-    name: str
-    reason: str
-
-
-class RankAnswer(BaseModel):
-    """One rank of the engine."""
-
-    rank: int
-    coords: Plain = Field(description="its index in each kind of parallelism")
-    parameters: list[Strided]
-    copies: list[StridedCopy] = Field(description="that the loader makes")
-    opaque: list[NoteAnswer] = Field(
-        description="tensors that must go whole through load_weights"
-    )
-    staged: list[NoteAnswer] = Field(
-        description="parameters that are repacked after loading"
-    )
-    padding: list[NoteAnswer] = Field(description="elements that no tensor fills")
-    unused: list[str] = Field(description="tensors that this rank does not use")
-
-
-class Traced(BaseModel):
-    """The traced mapping."""
-
-    pool: str
-    model: str = Field(description="path or hub id")
-    replica: str = Field(description="which was traced")
-    tensors: list[Shaped]
-    ranks: list[RankAnswer]
-
-
-class ErrorFields(BaseModel):
+class ErrorFields(Answer):
     """What and why."""
 
-    message: str = Field(description="what is wrong, and the remedy")
-    type: str = Field(description="its kind")
-    code: int = Field(description="the status")
-    remedy: str = Field(description="what to do next")
+    message: str
+    """what is wrong, and the remedy"""
+    type: str
+    """its kind"""
+    code: int
+    """the status"""
+    remedy: str
+    """what to do next"""
 
 
-class Error(BaseModel):
+class Error(Answer):
     """An error."""
 
     error: ErrorFields
@@ -314,13 +280,6 @@ ROUTES = (
     Route("GET", "status", "One fresh snapshot of the pool", StatusAnswer),
     Route("GET", "version", "Which weights the pool serves", Versions),
     Route(
-        "GET",
-        "mapping",
-        "Where vLLM's own loader puts every checkpoint element, traced in the live engine",
-        Traced,
-        failures={400: "the model's folder can't be read", 409: "no replica is ready"},
-    ),
-    Route(
         "POST",
         "notify_update",
         "Load a checkpoint from a folder: prepare, pause, move, verify, commit. Returns when it is done or failed",
@@ -348,16 +307,13 @@ ROUTES = (
 
 def document(server: str) -> Plain:
     """The OpenAPI 3.1 document of the bridge."""
-    modes: dict[type[BaseModel], JsonSchemaMode] = {Error: "serialization"}
-    for route in ROUTES:
-        modes[route.answer] = "serialization"
-        modes[route.takes] = "validation"
-    _, schemas = models_json_schema(
-        list(modes.items()), ref_template="#/components/schemas/{model}"
+    models = dict.fromkeys(
+        [Error, *(r.answer for r in ROUTES), *(r.takes for r in ROUTES)]
     )
-    paths: Plain = {}
-    for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in models],
+        ref_template="#/components/schemas/{model}",
+    )
     about = (
         "Weight syncs of a pool of vLLM replicas, for trainers that speak HTTP only."
     )
@@ -367,7 +323,9 @@ def document(server: str) -> Plain:
         "info": {"title": "jvlab bridge", "version": __version__, "description": about},
         "servers": [{"url": server}],
         "security": [{"token": []}],
-        "paths": paths,
+        "paths": {
+            route.path: {route.method.lower(): _operation(route)} for route in ROUTES
+        },
         "components": {
             "securitySchemes": {"token": token},
             "schemas": schemas["$defs"],
@@ -488,14 +446,7 @@ class Updates:
             remedy = (
                 f"its log: {self._log}; GET /bridge/status shows what the replicas hold"
             )
-            return {
-                "error": {
-                    "kind": "SyncError",
-                    "status": 500,
-                    "message": f"the update {what}",
-                    "remedy": remedy,
-                }
-            }
+            raise Refusal(500, f"the update {what}", remedy, "SyncError") from None
         finally:
             self._idle = asyncio.get_running_loop().call_later(
                 IDLE_SECONDS, self._end_later
@@ -551,7 +502,6 @@ class Updates:
 
 # ----------------------------------------------------------------------------------------------------
 
-TRACE_SECONDS = 300.0
 STEER_SECONDS = 600.0
 HTTP = "an HTTP client"  # who paused a pool, for display
 
@@ -563,13 +513,13 @@ class Bridge:
         self._gateway = gateway
         self._pool = pool
         self._updates = Updates(pool, gateway.address, gateway.token, gateway.folder)
+        self.close = self._updates.close
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """The routes of the OpenAPI document, and the document itself."""
         answers = {
             "status": self._status,
             "version": self._version,
-            "mapping": self._mapping,
             "pause": self._pause,
             "resume": self._resume,
             "notify_update": self._updates.take,
@@ -580,17 +530,10 @@ class Bridge:
         ]
         return [*found, ("GET", "/bridge/openapi.json", self._openapi)]
 
-    async def close(self) -> None:
-        await self._updates.close()
-
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         return web.json_response(document(f"{request.scheme}://{request.host}"))
 
     async def _status(self, _: Mapping[str, Any]) -> Plain:
-        from jvlab.wire._pool_summary import pool_summary
-
         return pool_summary(await self._gateway.fresh_status(self._pool))
 
     async def _version(self, _: Mapping[str, Any]) -> Plain:
@@ -603,24 +546,6 @@ class Bridge:
                 replica.replica: replica.version for replica in status.replicas
             },
         }
-
-    async def _mapping(self, _: Mapping[str, Any]) -> Plain:
-        from jvlab.layout._checkpoint import checkpoint_tensors
-
-        model = self._gateway.registry.pool(self._pool).spec.model
-        tensors = await asyncio.to_thread(checkpoint_tensors, model)
-        ready = self._gateway.registry.ready(self._pool)
-        if not ready:
-            raise refused(f"no replica of {self._pool} is ready")
-        asked = ready[0]
-        listed = [
-            pb.TraceTensor(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors
-        ]
-        order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=listed)
-        events = self._gateway.calls.stream(asked.name, "Trace", order, TRACE_SECONDS)
-        layouts = [event.layout async for event in events]
-        mapped = await asyncio.to_thread(mapping_json, layouts)
-        return {"pool": self._pool, "model": model, "replica": asked.name, **mapped}
 
     async def _pause(self, body: Mapping[str, Any]) -> Plain:
         mode = body.get("mode", "keep")
@@ -645,8 +570,6 @@ class Bridge:
 
 def _handler(route: Route, answer: Any) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         fields = (
             read_fields(route, await read_body(request))
             if route.method == "POST"
@@ -655,64 +578,3 @@ def _handler(route: Route, answer: Any) -> Handler:
         return web.json_response(await answer(fields))
 
     return handle
-
-
-def mapping_json(layouts: list[bytes]) -> Plain:
-    """Traced layouts as plain values."""
-    from jvlab.layout._layout_codec import layout_from_bytes
-
-    ranks = sorted(
-        (layout_from_bytes(layout) for layout in layouts),
-        key=lambda layout: layout.rank,
-    )
-    tensors = (
-        [
-            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype}
-            for t in ranks[0].tensors
-        ]
-        if ranks
-        else []
-    )
-    return {"tensors": tensors, "ranks": [_rank(layout) for layout in ranks]}
-
-
-def _rank(layout: RankLayout) -> Plain:
-    return {
-        "rank": layout.rank,
-        "coords": dict(layout.coords),
-        "parameters": [
-            {
-                "name": p.name,
-                "shape": list(p.shape),
-                "dtype": p.dtype,
-                "strides": list(p.strides),
-            }
-            for p in layout.parameters
-        ],
-        "copies": [_copy(layout, row) for row in range(len(layout.tensor))],
-        "opaque": _notes(layout.opaque),
-        "staged": _notes(layout.repacked),
-        "padding": _notes(layout.padding),
-        "unused": list(layout.unused),
-    }
-
-
-def _copy(layout: RankLayout, row: int) -> Plain:
-    """One strided copy; trailing dimensions of size 1 are left out."""
-    shape = layout.shape[row].tolist()
-    while len(shape) > 1 and shape[-1] == 1:
-        shape.pop()
-    kept = len(shape)
-    return {
-        "tensor": layout.tensors[layout.tensor[row]].name,
-        "parameter": layout.parameters[layout.parameter[row]].name,
-        "shape": shape,
-        "src_offset": int(layout.src_offset[row]),
-        "src_strides": layout.src_strides[row].tolist()[:kept],
-        "dst_offset": int(layout.dst_offset[row]),
-        "dst_strides": layout.dst_strides[row].tolist()[:kept],
-    }
-
-
-def _notes(notes: tuple[Note, ...]) -> list[Plain]:
-    return [{"name": note.name, "reason": note.reason} for note in notes]

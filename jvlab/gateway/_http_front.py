@@ -9,16 +9,20 @@ no replica may serve                          503 and why
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jvlab._errors import JvlabError
+import aiohttp
+from aiohttp import web
+
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._dispatch import DIRTY_RETRIES, DIRTY_RETRY_SECONDS, being_cancelled
+from jvlab.gateway._http_bridge import Bridge
 from jvlab.gateway._http_server import (
     Handler,
     Listener,
@@ -31,20 +35,13 @@ from jvlab.gateway._http_server import (
 from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._routing import POLICIES, RouteRequest, prefix_key
 from jvlab.wire._limits import Limits, of_http, read_json, read_object
-from jvlab.wire._rpc_errors import refused
 
 if TYPE_CHECKING:
-    import aiohttp
-    from aiohttp import web
-
     from jvlab.gateway._gateway import Gateway
-    from jvlab.gateway._http_bridge import Bridge
 
 HOLD_SECONDS = 120.0  # the longest that a request is held while its pool is paused
 CONNECT_SECONDS = 5.0
 MAX_SECONDS = 86_400.0
-# the longest that a launch waits for the front of the pool that had its name
-CLOSE_SECONDS = 10.0
 TRIES = 2
 # these count as samples in flight
 SAMPLING = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -102,47 +99,41 @@ class _ClientGone(Exception):
 class Front:
     """One pool's listener: `/v1/...` routed, `/bridge/...`, `/metrics` and `/health` answered here."""
 
-    def __init__(self, gateway: Gateway, pool: str) -> None:
+    _listener: Listener  # once it is open
+    _session: aiohttp.ClientSession
+
+    def __init__(self, gateway: Gateway, pool: str, keyed: bool) -> None:
         self._gateway = gateway
         self._pool = pool
-        self._session: aiohttp.ClientSession | None = None
-        self._listener: Listener | None = None
-        self.keyed = False  # whether it takes a key in the URL
+        self._bridge = Bridge(gateway, pool)
+        self.keyed = keyed  # whether it takes a key in the URL
 
     @property
     def url(self) -> str:
-        assert self._listener is not None
         return f"{self._listener.url}/v1"
 
     @property
     def public_port(self) -> int:
-        assert self._listener is not None
         return self._listener.public_port
 
-    async def open(self, port: int, bridge: Bridge, keyed: bool) -> None:
+    async def open(self, port: int) -> None:
         gateway = self._gateway
-        pool = self._pool
-        self.keyed = keyed
+        status = lambda: [gateway.pool_status(self._pool)]
         routes: list[tuple[str, str, Handler]] = [
-            (method, path, self._forward) for method, path in ROUTED
-        ]
-        routes += [
+            *((method, path, self._forward) for method, path in ROUTED),
             ("GET", "/health", self._health),
-            ("GET", "/metrics", metrics_page(lambda: [gateway.pool_status(pool)])),
-            *bridge.routes(),
+            ("GET", "/metrics", metrics_page(status)),
+            *self._bridge.routes(),
         ]
         self._listener = await listen(
             routes,
             gateway.token,
             port,
             ("/health",),
-            (bridge.close, self._end),
             # not the bridge: such a URL may end up in a trainer's logs
-            [path for _, path in ROUTED] if keyed else (),
+            [path for _, path in ROUTED] if self.keyed else (),
             gateway.public,
         )
-        import aiohttp
-
         timeout = aiohttp.ClientTimeout(total=MAX_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
@@ -151,17 +142,12 @@ class Front:
         )
 
     async def close(self) -> None:
-        if self._listener is not None:
-            await self._listener.close()
-
-    async def _end(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._listener.close()
+        await self._bridge.close()
+        await self._session.close()
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
         """200 while a replica serves."""
-        from aiohttp import web
-
         serving = [replica.name for replica in self._gateway.links.serving(self._pool)]
         return web.json_response(
             {"pool": self._pool, "serving": serving}, status=200 if serving else 503
@@ -174,7 +160,7 @@ class Front:
         work = await read_work(
             request,
             self._gateway.limits(self._pool),
-            self._gateway.model_len(self._pool),
+            self._gateway.facts_of(self._pool).max_model_len,
         )
         replicas = PoolReplicas(self._gateway, self._pool, work.version)
         avoid: set[tuple[str, int]] = set()  # where it was lost: replica and run
@@ -184,7 +170,6 @@ class Front:
         while True:
             name = await self._choose(work, replicas, avoid, until, reason)
             run = replicas.run(name)
-            assert self._session is not None
             attempt = _Attempt(self._gateway, self._session, request, work, name)
             try:
                 return await attempt.run()
@@ -279,6 +264,15 @@ class Front:
         )
 
 
+@contextlib.contextmanager
+def _to_client() -> Iterator[None]:
+    """Inside, the client's connection may break, not the replica's."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise _ClientGone from error
+
+
 class _Attempt:
     """One request to one replica: counted as in flight there, and cancelled if the replica is lost."""
 
@@ -324,8 +318,6 @@ class _Attempt:
                 gateway.count(name, -parts)
 
     async def _exchange(self) -> web.StreamResponse:
-        import aiohttp
-
         gateway = self._gateway
         request = self._request
         replica = gateway.registry.find(self._replica)
@@ -370,30 +362,27 @@ class _Attempt:
         return _Lost(self._gateway.registry.cause(self._replica) or otherwise)
 
     def _whole(self, reply: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
-        from aiohttp import web
-
         return web.Response(
             status=reply.status, headers=_returned_headers(reply), body=body
         )
 
     async def _stream(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         """Pass on events as they arrive, only complete ones."""
-        from aiohttp import web
-
         answer = web.StreamResponse(
             status=reply.status, headers=_returned_headers(reply)
         )
         rest = b""
         async for chunk in reply.content.iter_any():
             whole, found, rest = (rest + chunk).rpartition(EVENT_END)
-            if not found:
-                continue
-            await self._to_client(lambda: self._begin(answer))
-            await self._to_client(lambda part=whole + found: answer.write(part))
-        await self._to_client(lambda: self._begin(answer))
-        if rest:
-            await self._to_client(lambda: answer.write(rest))
-        await self._to_client(answer.write_eof)
+            if found:
+                with _to_client():
+                    await self._begin(answer)
+                    await answer.write(whole + found)
+        with _to_client():
+            await self._begin(answer)
+            if rest:
+                await answer.write(rest)
+            await answer.write_eof()
         return answer
 
     async def _begin(self, answer: web.StreamResponse) -> None:
@@ -401,24 +390,15 @@ class _Attempt:
             self.answer = answer
             await answer.prepare(self._request)
 
-    @staticmethod
-    async def _to_client(write: Callable[[], Awaitable[Any]]) -> None:
-        try:
-            await write()
-        except ConnectionError as error:  # the client's connection, not the replica's
-            raise _ClientGone from error
-
     async def end_with_error(self, reason: str) -> web.StreamResponse:
         """The status is already sent: send the error as an event, and end without [DONE]."""
         assert self.answer is not None
         body = error_body(
             502, f"{reason}; the answer is not complete", "ask again", "replica_lost"
         )
-        try:
+        with contextlib.suppress(ConnectionError):  # the client left too
             await self.answer.write(b"data: " + json.dumps(body).encode() + EVENT_END)
             await self.answer.write_eof()
-        except ConnectionError:
-            pass  # the client left too
         return self.answer
 
 
@@ -489,62 +469,3 @@ def _message_of(text: str) -> str:
         return str(error["message"]).removesuffix(f"\n  → {error.get('remedy')}")
     except (ValueError, KeyError, TypeError):
         return text[:500]
-
-
-class Fronts:
-    """The HTTP fronts of a gateway's pools."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._open: dict[str, Front] = {}
-        # of fronts of closed pools, until their port is free
-        self._closing: dict[asyncio.Task[None], str] = {}
-
-    async def launch(
-        self,
-        spec: reg.PoolSpec,
-        port: int,
-        start: Callable[[], None],
-        keyed: bool = False,
-    ) -> None:
-        """Listen for a pool, then start it; whichever fails leaves nothing behind."""
-        from jvlab.gateway._http_bridge import Bridge
-
-        if spec.place != "local":
-            text = f"replicas serve HTTP on loopback, and those of a {spec.place!r} pool may run elsewhere"
-            remedy = "launch it without http, or in a lab whose gateway starts the replicas itself"
-            raise refused(text, remedy)
-        # that of an earlier pool of this name may have the same port
-        if closing := self._closing_of(spec.pool):
-            await asyncio.wait(closing, timeout=CLOSE_SECONDS)
-        front = Front(self._gateway, spec.pool)
-        try:
-            await front.open(port, Bridge(self._gateway, spec.pool), keyed)
-        except JvlabError as error:
-            raise refused(error.message, error.remedy) from error
-        try:
-            start()
-        except BaseException:
-            await front.close()
-            raise
-        self._open[spec.pool] = front
-
-    def of(self, pool: str) -> Front | None:
-        """A pool's front; None if it has no HTTP."""
-        return self._open.get(pool)
-
-    def _closing_of(self, pool: str) -> list[asyncio.Task[None]]:
-        return [task for task, name in self._closing.items() if name == pool]
-
-    def begin_close(self, pool: str) -> list[asyncio.Task[None]]:
-        """Close a pool's front, if it has one; it closes even if nobody waits for these tasks."""
-        if front := self._open.pop(pool, None):
-            task = asyncio.create_task(front.close())
-            self._closing[task] = pool
-            task.add_done_callback(self._closing.pop)
-        return self._closing_of(pool)
-
-    async def shut_down(self) -> None:
-        for pool in list(self._open):
-            self.begin_close(pool)
-        await asyncio.gather(*self._closing)

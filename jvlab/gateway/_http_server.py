@@ -9,9 +9,13 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
+from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jvlab._errors import (
     ConfigError,
@@ -28,11 +32,6 @@ from jvlab.wire._pool_summary import pool_summary
 from jvlab.wire._rpc_errors import CallFailed, status_of
 from jvlab.wire._security import MAX_MESSAGE, Tls, is_bearer, pool_key
 
-if TYPE_CHECKING:
-    from aiohttp import web
-    from prometheus_client.core import Metric
-
-
 # Prometheus metrics of pools, from their summaries.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,53 +42,44 @@ POOL = {  # name: (value from a pool's summary, help)
     ),
     "jvlab_pool_replicas": (lambda pool: len(pool["replicas"]), "Replicas requested."),
 }
-REPLICA = {  # field of a replica in the summary: (name, type, help)
+REPLICA = {  # field of a replica in the summary: (name, help); one that ends with _total is a counter
     "in_flight": (
         "jvlab_replica_in_flight",
-        "gauge",
         "Requests routed to the replica and not yet answered.",
     ),
     "running": (
         "jvlab_replica_running",
-        "gauge",
         "Requests the engine is generating for.",
     ),
-    "waiting": ("jvlab_replica_waiting", "gauge", "Requests waiting in the engine."),
+    "waiting": ("jvlab_replica_waiting", "Requests waiting in the engine."),
     "kv_use": (
         "jvlab_replica_kv_cache_use_ratio",
-        "gauge",
         "Share of the KV cache in use, 0 to 1.",
     ),
     "prefix_hit_rate": (
         "jvlab_replica_prefix_cache_hit_ratio",
-        "gauge",
         "Share of prompt tokens found cached.",
     ),
     "tokens_per_s": (
         "jvlab_replica_tokens_per_second",
-        "gauge",
         "Tokens generated per second, recently.",
     ),
     "generated_tokens": (
         "jvlab_replica_generated_tokens_total",
-        "counter",
         "Tokens generated since engine start.",
     ),
     "version": (
         "jvlab_replica_weight_version",
-        "gauge",
         "Version of the weights the engine holds.",
     ),
     "restarts": (
         "jvlab_replica_restarts_total",
-        "counter",
         "How often the replica was started again since its pool was launched.",
     ),
-    "paused": ("jvlab_replica_paused", "gauge", "1 while generation is paused."),
-    "sleeping": ("jvlab_replica_sleeping", "gauge", "1 while the engine sleeps."),
+    "paused": ("jvlab_replica_paused", "1 while generation is paused."),
+    "sleeping": ("jvlab_replica_sleeping", "1 while the engine sleeps."),
     "beat_age": (
         "jvlab_replica_heartbeat_age_seconds",
-        "gauge",
         "Seconds since the replica's last heartbeat.",
     ),
 }
@@ -102,8 +92,6 @@ class PoolMetrics:
         self._pools = list(pools)
 
     def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         for name, (value, text) in POOL.items():
             family = GaugeMetricFamily(name, text, labels=["pool"])
             for pool in self._pools:
@@ -123,10 +111,10 @@ class PoolMetrics:
         for values, replica in replicas:
             ready.add_metric([*values, replica["state"]], float(replica["ready"]))
         yield ready
-        for field, (name, kind, text) in REPLICA.items():
-            family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind](
-                name, text, labels=labels[:2]
-            )
+        for field, (name, text) in REPLICA.items():
+            total = name.endswith("_total")
+            kind = CounterMetricFamily if total else GaugeMetricFamily
+            family = kind(name, text, labels=labels[:2])
             for values, replica in replicas:
                 if replica.get(field) is not None:
                     family.add_metric(values, float(replica[field]))
@@ -135,8 +123,6 @@ class PoolMetrics:
 
 def prometheus_text(pools: Iterable[Mapping[str, Any]]) -> bytes:
     """The response to a scrape."""
-    from prometheus_client import CollectorRegistry, generate_latest
-
     registry = CollectorRegistry()
     registry.register(PoolMetrics(pools))
     return generate_latest(registry)
@@ -156,7 +142,7 @@ FROM_GRPC = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
     grpc.StatusCode.UNIMPLEMENTED: 501,
 }
-Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Refusal(Exception):
@@ -259,7 +245,6 @@ class Doors:
 
 def _guard(doors: Doors) -> Any:
     """Middleware: the token, and errors as JSON."""
-    from aiohttp import web
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -300,8 +285,6 @@ def _guard(doors: Doors) -> Any:
 
 async def read_body(request: web.Request) -> bytes:
     """The whole body, decompressed; refused if it does not match its Content-Encoding."""
-    from aiohttp.web_protocol import RequestPayloadError
-
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()
@@ -327,20 +310,16 @@ class Listener:
         self,
         runner: web.AppRunner,
         port: int,
-        endings: tuple[Callable[[], Awaitable[None]], ...],
         public_port: int = 0,
     ) -> None:
         self._runner = runner
         self.port = port
         self.public_port = public_port  # 0: it listens on loopback only
-        self._endings = endings
         self.url = f"http://{HOST}:{port}"
 
     async def close(self) -> None:
         with contextlib.suppress(TimeoutError):
             await self._runner.cleanup()
-        for end in self._endings:
-            await end()
 
 
 async def listen(
@@ -348,21 +327,13 @@ async def listen(
     token: str,
     port: int,
     unguarded: Iterable[str] = (),
-    endings: tuple[Callable[[], Awaitable[None]], ...] = (),
     keyed: Iterable[str] = (),
     public: tuple[str, Tls] | None = None,
 ) -> Listener:
-    """Serve (method, path, handler) on a loopback port, 0 for a free one. `endings` run after the last request.
+    """Serve (method, path, handler) on a loopback port, 0 for a free one.
 
     `public`: also over TLS at this address, on the same port; on another, if the address is the wildcard.
     """
-    try:
-        from aiohttp import web
-    except ImportError as error:
-        raise MissingDependency(
-            f"HTTP needs aiohttp, which is not installed: {error}",
-            remedy="pip install aiohttp",
-        ) from error
     doors = Doors(token, unguarded, keyed)
     app = web.Application(middlewares=[_guard(doors)], client_max_size=MAX_MESSAGE)
     for method, path, handler in routes:
@@ -390,7 +361,7 @@ async def listen(
             f"cannot serve HTTP on port {port}: {error}",
             remedy="is the port taken? http=True takes a free one",
         ) from error
-    listener = Listener(runner, port, endings, public_port)
+    listener = Listener(runner, port, public_port)
     doors.listen_at(listener.url)
     return listener
 
@@ -402,8 +373,6 @@ def metrics_page(status: Callable[[], list[pb.PoolStatus]]) -> Handler:
     """The page of these pools."""
 
     async def page(_: web.Request) -> web.Response:
-        from aiohttp import web
-
         text = prometheus_text(pool_summary(pool) for pool in status())
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 

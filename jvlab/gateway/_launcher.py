@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -16,15 +17,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from jvlab._errors import ConfigError, GatewayUnreachable
+from jvlab._files import Plain
 from jvlab._names import check_name
 from jvlab.gateway._serve import GatewayOptions
 from jvlab.wire import _security as security
 from jvlab.wire.processes._identity import _CHILDREN, home, read_secret
+from jvlab.wire.processes._labs import list_labs
 
 START_DEADLINE = 30.0
 
 
-def run_gateway(arguments: Any) -> dict[str, Any]:
+def run_gateway(arguments: Any) -> Plain:
     """The body of `jvlab gateway`: serves until the lab ends."""
     from jvlab.gateway._serve import StateFile, serve
     from jvlab.wire import _channels
@@ -71,7 +74,7 @@ def run_gateway(arguments: Any) -> dict[str, Any]:
 
 def start_gateway(
     options: GatewayOptions, name: str | None = None
-) -> tuple[dict[str, Any], int]:
+) -> tuple[Plain, int]:
     """Start a gateway in a session of its own, so that it outlives this process; (its lab file, its pid)."""
     with _claimed(name) as folder:
         return _start_in(folder, options)
@@ -112,8 +115,6 @@ def _claimed(name: str | None) -> Iterator[Path]:
 
 def _lock(file: IO[bytes], name: str) -> None:
     """Wait for labs that are just starting under a name of their own; another process may be stopped meanwhile."""
-    import fcntl
-
     deadline = time.monotonic() + 2 * START_DEADLINE
     while True:
         try:
@@ -130,8 +131,6 @@ def _lock(file: IO[bytes], name: str) -> None:
 
 def taken(name: str) -> bool:
     """Whether a lab of this name runs, or may run on another host."""
-    from jvlab.wire.processes._labs import list_labs
-
     return any(
         info.name == name and info.state != "unreadable"
         for info in list_labs(query=False)
@@ -155,7 +154,7 @@ _WHO = (
 )
 
 
-def _start_in(folder: Path, options: GatewayOptions) -> tuple[dict[str, Any], int]:
+def _start_in(folder: Path, options: GatewayOptions) -> tuple[Plain, int]:
     command = [
         sys.executable,
         "-m",

@@ -16,25 +16,23 @@ from jvlab.gateway import _registry as reg
 from jvlab.gateway import _sync_types as sync
 from jvlab.gateway._dispatch import being_cancelled
 from jvlab.gateway._pool_commands import ReplicaCalls
-from jvlab.gateway._routing import at_least_version
 from jvlab.gateway._sync import SYNC_AGAIN, PoolSync
 from jvlab.gateway._sync_types import Standing
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import EOF
 from jvlab.wire._rpc_errors import CallFailed, received, refused
 from jvlab.wire._sync_words import Phase, Terms, failure_code
 
 # Trainers of several processes (teams): membership, and messages between members.
 #     forming ──all members joined──▶ running ──one leaves──▶ over (the others' streams end, with the reason)
 #
-# A table without I/O (`TeamTable`), and the gRPC stream around it (`Teams`). The gateway forwards messages
-# unread: those of member 0 go to all others, those of another to member 0, or to all if marked so. Trainers
+# The gateway forwards messages unread:
+# those of member 0 go to all others, those of another to member 0, or to all if marked so. Trainers
 # with different `team` texts are never mixed. A process that joins as a member that is already there replaces
 # it: the older one is a dead stream.
 
 MAX_MEMBERS = 65_536
-EOF: object = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 Context = grpc.aio.ServicerContext
-Delivery = tuple["TeamMember", pb.TeamEvent]  # recipient, event
 
 
 @dataclass(eq=False)
@@ -64,51 +62,72 @@ class TrainerTeam:
         return pb.TeamEvent(roll=pb.TeamRoll(names=names, complete=self.running))
 
 
-class TeamTable:
-    """Every team. Methods return the events to deliver, in order."""
+class Teams:
+    """Every team, and the streams of its members."""
 
     def __init__(self) -> None:
         self._forming: dict[tuple[str, str, int], TrainerTeam] = {}
 
-    def join(self, order: pb.TeamJoin) -> tuple[TeamMember, list[Delivery]]:
+    async def serve(self, context: Context) -> None:
+        """One member's stream, until it or the team ends."""
+        # no deadline: only its own call waits, and ends with its connection
+        first = await context.read()
+        if first is EOF or first.WhichOneof("kind") != "join":
+            raise refused("the first message of a team must be join")
+        member = self.join(first.join)
+        reading = asyncio.create_task(self._read(member, context))
+        try:
+            while True:
+                # no deadline: members are silent between two syncs; `_read` reports the end of the stream
+                event = await member.outbox.get()
+                await context.write(event)
+                if event.WhichOneof("kind") == "over":
+                    return
+        finally:  # also when the call is cancelled, as when the process was killed
+            reading.cancel()
+            self.leave(member)
+
+    async def _read(self, member: TeamMember, context: Context) -> None:
+        why = "it ended its stream"
+        try:
+            # no deadline: members are silent between two syncs; their connections are watched
+            while (message := await context.read()) is not EOF:
+                self.deliver(member, message.payload, message.to_all)
+        except CallFailed as error:
+            why = error.message
+        # however a stream breaks, the others must be notified
+        except Exception as error:
+            why = f"its stream broke: {error}"
+        self.tell([member], pb.TeamEvent(over=why))
+
+    def join(self, order: pb.TeamJoin) -> TeamMember:
         """Add a member; raises if its number or the team's size is invalid."""
-        problem = ""
         if not 2 <= order.size <= MAX_MEMBERS:
-            problem = f"a team of {order.size}: 2 to {MAX_MEMBERS} processes make one"
-        elif order.member >= order.size:
-            problem = f"member {order.member} of {order.size}: members count from 0"
-        if problem:
-            raise refused(problem)
+            raise refused(
+                f"a team of {order.size}: 2 to {MAX_MEMBERS} processes make one"
+            )
+        if order.member >= order.size:
+            raise refused(
+                f"member {order.member} of {order.size}: members count from 0"
+            )
         key = (order.pool, order.team, order.size)
         team = self._forming.setdefault(key, TrainerTeam(order.size))
-        deliveries: list[Delivery] = []
         if (old := team.members.get(order.member)) is not None:
-            deliveries.append(
-                (
-                    old,
-                    _over(
-                        f"{order.name} joined as member {order.member} too, after {old.name}"
-                    ),
-                )
-            )
+            why = f"{order.name} joined as member {order.member} too, after {old.name}"
+            self.tell([old], pb.TeamEvent(over=why))
         member = team.members[order.member] = TeamMember(order.member, order.name, team)
         if len(team.members) == team.size:
             team.running = True
             del self._forming[key]
-        return member, deliveries + self._rolls(team)
+        self._call_the_roll(team)
+        return member
 
-    def _rolls(self, team: TrainerTeam) -> list[Delivery]:
-        """The roll, to everybody once all have joined; until then to the leader, which reports whom it waits for."""
-        roll = team.roll()
-        return [
-            (member, roll)
-            for member in team.members.values()
-            if team.running or not member.member
-        ]
+    def _call_the_roll(self, team: TrainerTeam) -> None:
+        """To everybody once all have joined; until then to the leader, which reports whom it waits for."""
+        members = team.members.values()
+        self.tell([m for m in members if team.running or not m.member], team.roll())
 
-    def deliver(
-        self, sender: TeamMember, payload: bytes, to_all: bool = False
-    ) -> list[Delivery]:
+    def deliver(self, sender: TeamMember, payload: bytes, to_all: bool = False) -> None:
         """A message for each of its recipients."""
         team = sender.team
         if not team.running:
@@ -118,73 +137,28 @@ class TeamTable:
         )
         everyone = to_all or not sender.member
         others = [other for other in team.members.values() if other is not sender]
-        return [(other, event) for other in others if everyone or not other.member]
+        self.tell([o for o in others if everyone or not o.member], event)
 
-    def leave(self, member: TeamMember) -> list[Delivery]:
+    def leave(self, member: TeamMember) -> None:
         """Its stream has ended."""
         team = member.team
         # it was replaced, or the team is over
         if team.members.get(member.member) is not member:
-            return []
+            return
         del team.members[member.member]
         if not team.running:
             self._forming = {
                 key: t for key, t in self._forming.items() if t is not team or t.members
             }
-            return self._rolls(team)
+            self._call_the_roll(team)
+            return
         rest = list(team.members.values())
         team.members = {}
-        over = _over(f"member {member.member} of {team.size} ({member.name}) has gone")
-        return [(other, over) for other in rest]
+        why = f"member {member.member} of {team.size} ({member.name}) has gone"
+        self.tell(rest, pb.TeamEvent(over=why))
 
-
-def _over(why: str) -> pb.TeamEvent:
-    return pb.TeamEvent(over=why)
-
-
-class Teams:
-    """The streams of every team's members."""
-
-    def __init__(self) -> None:
-        self.table = TeamTable()
-
-    async def serve(self, context: Context) -> None:
-        """One member's stream, until it or the team ends."""
-        # no deadline: only its own call waits, and ends with its connection
-        first = await context.read()
-        if first is EOF or first.WhichOneof("kind") != "join":
-            raise refused("the first message of a team must be join")
-        member, deliveries = self.table.join(first.join)
-        reading = asyncio.create_task(self._read(member, context))
-        try:
-            self._deliver(deliveries)
-            while True:
-                # no deadline: members are silent between two syncs; `_read` reports the end of the stream
-                event = await member.outbox.get()
-                await context.write(event)
-                if event.WhichOneof("kind") == "over":
-                    return
-        finally:  # also when the call is cancelled, as when the process was killed
-            reading.cancel()
-            self._deliver(self.table.leave(member))
-
-    async def _read(self, member: TeamMember, context: Context) -> None:
-        why = "it ended its stream"
-        try:
-            # no deadline: members are silent between two syncs; their connections are watched
-            while (message := await context.read()) is not EOF:
-                self._deliver(
-                    self.table.deliver(member, message.payload, message.to_all)
-                )
-        except CallFailed as error:
-            why = error.message
-        # however a stream breaks, the others must be notified
-        except Exception as error:
-            why = f"its stream broke: {error}"
-        member.outbox.put_nowait(_over(why))
-
-    def _deliver(self, deliveries: list[Delivery]) -> None:
-        for member, event in deliveries:
+    def tell(self, members: list[TeamMember], event: pb.TeamEvent) -> None:
+        for member in members:
             member.outbox.put_nowait(event)
 
 
@@ -294,7 +268,8 @@ class PoolLinks:
             why = calls.failed(name, epoch, lost)
             kind, error = ("lost", why) if why else ("failed", error)
         if kind == "ok":
-            self._remember(name, outcome)
+            # what the calls of one order reported of a replica goes into its reply
+            self._details.setdefault(name, pb.ReplicaOutcome()).MergeFrom(outcome)
             if outcome.failed:
                 kind = failure_code(outcome.kind, bool(outcome.differing))
                 error = outcome.error
@@ -349,22 +324,6 @@ class PoolLinks:
                 if not order.cleanup:
                     request.call = self._call
         return request
-
-    def _remember(self, replica: str, outcome: pb.ReplicaOutcome) -> None:
-        """Merge what the calls of one order reported of a replica."""
-        kept = self._details.setdefault(replica, pb.ReplicaOutcome())
-        kept.seconds.extend(outcome.seconds)
-        kept.kind = outcome.kind or kept.kind
-        kept.bytes = max(kept.bytes, outcome.bytes)
-        kept.differing.extend(outcome.differing)
-        kept.exports_json.extend(outcome.exports_json)
-        kept.core_channel.extend(outcome.core_channel)
-        if outcome.HasField("found"):
-            kept.found.CopyFrom(outcome.found)
-        if outcome.evidence:  # one call reports all of it
-            kept.evidence.clear()
-            kept.evidence.update(outcome.evidence)
-        kept.reloaded.update(outcome.reloaded)
 
     # To the trainer -------------------------------------------------------------------------------------------------
 
@@ -566,14 +525,12 @@ class Links:
     def holding(self, pool: str, version: int) -> list[str]:
         """Ready replicas that are not dirty and hold this version or a later one, stale ones included."""
         members = self.of(pool).machine.members
-        known = {
-            r.name: members[r.name]
-            for r in self._registry.ready(pool)
-            if r.name in members
-        }
-        return at_least_version(
-            {name: m.version for name, m in known.items() if not m.dirty}, version
-        )
+        ready = [r.name for r in self._registry.ready(pool) if r.name in members]
+        return [
+            name
+            for name in ready
+            if not members[name].dirty and members[name].version >= version
+        ]
 
     def syncing(
         self, pool: str, avoid: frozenset[str] = frozenset(), version: int = 0
@@ -643,7 +600,7 @@ class Links:
         links = None
         try:
             # no deadline: a trainer is silent between two syncs; its connection is watched
-            while (order := await context.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+            while (order := await context.read()) is not EOF:
                 problem = self._order_problem(order, links)
                 if problem is not None:
                     reply = pb.LinkReply(

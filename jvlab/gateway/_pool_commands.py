@@ -170,13 +170,18 @@ class PoolReplicas:
         self._gateway = gateway
         self._pool = pool
         self._version = version
+        # parts in flight there; those that have arrived are no longer
         self.count = gateway.count
         self.served = gateway.served
         self.track = gateway.calls.track
         self.untrack = gateway.calls.untrack
+        # why it counts as lost after a failed call; empty if it does not
         self.failed = gateway.calls.failed
+        self.loss = gateway.registry.cause
+        self._find = gateway.registry.find
 
     def board(self) -> Board:
+        """Replicas that may be given work, with their requests in flight."""
         return self._gateway.loads.board(self._pool, self._version, self._names)
 
     def _names(self) -> list[str]:
@@ -186,26 +191,28 @@ class PoolReplicas:
         return [replica.name for replica in links.serving(self._pool)]
 
     def wait_for(self, avoid: frozenset[str]) -> asyncio.Event | None:
+        """Set when a sync in progress, or a restart, may have made another replica serve; None: nothing to wait for."""
         gateway = self._gateway
         waits = gateway.links.syncing(self._pool, avoid, self._version)
         waits = waits or gateway.registry.returning(self._pool)
         return gateway.change(self._pool) if waits else None
 
     def barred(self) -> EngineDirty | None:
+        """Why no live replica may be given work; None if one may."""
         return self._gateway.links.barred(self._pool, self._version)
 
     def epoch(self, replica: str) -> int:
-        known = self._gateway.registry.find(replica)
+        """The epoch of orders to it now."""
+        known = self._find(replica)
         return -1 if known is None else known.epoch
 
     def run(self, replica: str) -> int:
-        known = self._gateway.registry.find(replica)
+        """Tells its process from those that had its name before."""
+        known = self._find(replica)
         return -1 if known is None else known.run
 
-    def loss(self, replica: str) -> str:
-        return self._gateway.registry.cause(replica)
-
     def deadline_error(self, replicas: Sequence[str]) -> CallFailed:
+        """The error for work that these replicas did not finish in time."""
         return self._gateway.deadline_error(self._pool, replicas)
 
 
@@ -368,26 +375,21 @@ class Steering:
             self._orders[pool] -= 1
             if not self._orders[pool]:
                 del self._orders[pool]
-        failed = [answer for answer in answers if isinstance(answer, JvlabError)]
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed:
             # all or none: don't leave a pool half paused or half asleep
             if undo is not None:
-                done = [
-                    r
-                    for r, answer in zip(replicas, answers, strict=True)
-                    if isinstance(answer, pb.SteerReply)
-                ]
                 # One that did not answer in time undoes a pause itself, when its call is cancelled; a sleep may have
                 # been done in part, and one that did not sleep wakes without doing anything.
-                steered = done if order.what == pb.PAUSE else replicas
-                undone = [self._in_background(self._undo(r, undo)) for r in steered]
+                undone = [
+                    self._in_background(self._undo(replica, undo))
+                    for replica, answer in zip(replicas, answers, strict=True)
+                    if order.what != pb.PAUSE or isinstance(answer, pb.SteerReply)
+                ]
                 if undone:
                     left = max(0.0, until - time.monotonic())
                     await asyncio.wait(undone, timeout=left)
             raise failed[0]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
         self._done(order)
         self._announce(pool)  # held requests may go on
         return pb.SteerReply(

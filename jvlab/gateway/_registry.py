@@ -126,6 +126,11 @@ class PoolState:
     retired: dict[str, Replica] = field(default_factory=dict)
     turn: int = 0  # of the next session: replicas take them in turn
 
+    def sort(self) -> None:
+        self.replicas = dict(
+            sorted(self.replicas.items(), key=lambda item: item[1].index)
+        )
+
 
 # Events -------------------------------------------------------------------------------------------------------------
 #
@@ -355,6 +360,14 @@ KEPT_FIELDS = [
 MAX_TICK_SECONDS = 1.0  # between two ticks of a gateway that is busy, but not stopped
 
 
+def _check_size(replicas: int) -> None:
+    if replicas > MAX_REPLICAS:
+        raise Refused(
+            f"{replicas} replicas are more than one pool takes",
+            remedy=f"at most {MAX_REPLICAS}",
+        )
+
+
 class Registry:
     """The gateway's state. Only `handle` changes it."""
 
@@ -534,11 +547,7 @@ class Registry:
             raise Refused(f"a pool called {spec.pool!r} is there already")
         if spec.replicas < 1 or spec.tensor_parallel < 1:
             raise Refused("replicas and tensor_parallel must be at least 1")
-        if spec.replicas > MAX_REPLICAS:
-            raise Refused(
-                f"{spec.replicas} replicas are more than one pool takes",
-                remedy=f"at most {MAX_REPLICAS}",
-            )
+        _check_size(spec.replicas)
         if not 0 <= spec.restarts <= MAX_RESTARTS:
             raise Refused(
                 f"{spec.restarts} restarts of a replica",
@@ -637,9 +646,12 @@ class Registry:
         pool.replicas[fresh.name] = fresh
         return StartProcess(fresh.name, self.spec_of(fresh))
 
-    def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
+    def _check_open(self, pool: PoolState) -> None:
         if pool.closed or self.ending:
             raise Refused(f"pool {pool.spec.pool!r} is closed")
+
+    def _offered(self, pool: PoolState, now: float) -> list[Instruction]:
+        self._check_open(pool)
         pool.spec = replace(pool.spec, replicas=pool.spec.replicas + 1)
         taken = {r.index for r in pool.replicas.values()}
         start = self._add(
@@ -648,9 +660,7 @@ class Registry:
             now,
         )
         pool.replicas[start.replica].place = "join"
-        pool.replicas = dict(
-            sorted(pool.replicas.items(), key=lambda item: item[1].index)
-        )
+        pool.sort()
         return [
             replace(start, spec=replace(start.spec, place="join")),
             Announce(pool.spec.pool),
@@ -659,17 +669,12 @@ class Registry:
     def _scale(
         self, pool: PoolState, wanted: int, serving: frozenset[str], now: float
     ) -> list[Instruction]:
-        if pool.closed or self.ending:
-            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        self._check_open(pool)
         if wanted < 1:
             raise Refused(
                 "a pool has at least 1 replica", remedy="pool.close() ends it"
             )
-        if wanted > MAX_REPLICAS:
-            raise Refused(
-                f"{wanted} replicas are more than one pool takes",
-                remedy=f"at most {MAX_REPLICAS}",
-            )
+        _check_size(wanted)
         pool.spec = replace(pool.spec, replicas=wanted)
         staying = [
             r
@@ -703,9 +708,7 @@ class Registry:
             out += [
                 self._add(pool, next(free), now) for _ in range(missing - len(draining))
             ]
-            pool.replicas = dict(
-                sorted(pool.replicas.items(), key=lambda item: item[1].index)
-            )
+            pool.sort()
         return [*out, Announce(pool.spec.pool)]
 
     def _remove(self, pool: PoolState, replica: Replica) -> list[Instruction]:
@@ -799,8 +802,7 @@ class Registry:
             raise Refused(
                 f"pool {pool.spec.pool!r} has no replica {name!r}; it has: {', '.join(pool.replicas)}"
             )
-        if pool.closed or self.ending:
-            raise Refused(f"pool {pool.spec.pool!r} is closed")
+        self._check_open(pool)
         if replica.state not in RESTARTABLE:
             raise Refused(
                 f"{name} is {replica.state.value}: only a replica that failed can be restarted"

@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from jvlab.gateway import _registry as reg
 from jvlab.wire import _security as security
@@ -28,39 +27,12 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._channels import host_of
 from jvlab.wire.processes._log_causes import death
 from jvlab.wire.processes._pool_spec import AWAY_SECONDS
-from jvlab.wire.processes._rollout_process import order_of
+from jvlab.wire.processes._rollout_process import RolloutProcess, order_of
 
 RECONNECT_SECONDS = 5.0
 AGENT_SECONDS = 3.0  # that an agent may take in addition to the process it ends
 KEEPALIVE_SECONDS = 5.0  # between keep-alive messages to an agent
 WAITING = "waits for a host"  # the stage of a replica without an agent
-
-
-class ReplicaProcess(Protocol):
-    """A replica's process, wherever it runs, as the gateway handles it."""
-
-    replica: str
-    run: int  # as in the spec that it was made with
-    log: Path
-    ended: asyncio.Event
-
-    async def start(
-        self, on_pid: Callable[[int], None], on_exit: Callable[[str, str], None]
-    ) -> None:
-        """Start it, or have it started; `on_exit(cause, log tail)` is called once, when it has exited."""
-        ...
-
-    def stage(self) -> str: ...
-
-    def tail(self, lines: int) -> str: ...
-
-    def death(self) -> str:
-        """Which of its processes a signal ended; empty if none is known to have been."""
-        ...
-
-    async def end(self, deadline: float) -> None:
-        """End it and its children within about this many seconds. Can be called twice."""
-        ...
 
 
 @dataclass
@@ -211,6 +183,10 @@ class JoinedProcess:
             self.exited(
                 f"its host's process did not answer within {deadline:g} s of the order to end"
             )
+
+
+# a replica's process, wherever it runs, as the gateway handles it
+ReplicaProcess = RolloutProcess | JoinedProcess
 
 
 class Agents:

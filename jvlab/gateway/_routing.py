@@ -4,7 +4,7 @@
     "prefix"    the replica that the prompt's prefix hashes to, whose cache may hold its KV, unless it is busier than
                 the bound allows; then the next on the ring
 
-Eligibility is decided before: replicas that hold the pool's version, or those of `at_least_version`.
+Eligibility is decided before: replicas that hold the pool's version, or the one that a call asks for, or a later one.
 """
 
 from __future__ import annotations
@@ -154,21 +154,18 @@ def keep_home(home: str, otherwise: Policy) -> Policy:
     return choose if home else otherwise
 
 
-def at_least_version(versions: Mapping[str, int], version: int) -> list[str]:
-    """Replicas that hold this version or a later one; `versions` has no dirty ones."""
-    return [name for name, held in versions.items() if held >= version]
-
-
 Policy = Callable[[Board, RouteRequest], str | None]
 POLICIES: dict[str, Policy] = {"least": least_in_flight, "prefix": prefix_affinity}
 
 
-def unknown_policy(name: str) -> SamplingError:
-    """The error for an unknown policy."""
-    return SamplingError(
-        f"routing={name!r} is not known",
-        remedy=f"one of {', '.join(map(repr, POLICIES))}",
-    )
+def check_policy(name: str) -> None:
+    """Raise for an unknown policy."""
+    if name not in POLICIES:
+        raise SamplingError(
+            f"routing={name!r} is not known",
+            remedy=f"one of {', '.join(map(repr, POLICIES))}",
+            routing=name,
+        )
 
 
 def prefix_key(content: str | Iterable[int]) -> int:

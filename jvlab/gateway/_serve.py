@@ -11,23 +11,24 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError
-from jvlab._files import read_json_object
+from jvlab._files import Plain, read_json_object
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._gateway import Gateway
-from jvlab.gateway._http_server import serve_metrics
 from jvlab.gateway._servicers import LabServicer, RegistryServicer
 from jvlab.wire import _security as security
 from jvlab.wire import jvlab_pb2_grpc as rpc
 from jvlab.wire._channels import (
     fingerprint,
     join_line,
+    joined,
     tls_folder,
     write_private,
 )
@@ -51,29 +52,17 @@ class GatewayOptions:
     metrics_port: int | None = None
     # who starts a pool's processes, unless its launch says otherwise
     place: str = "local"
-    max_message: int = security.MAX_MESSAGE
     # that it and joined replicas wait for each other after its death; only with a state file
     away: float = AWAY_SECONDS
 
     def check(self) -> GatewayOptions:
         """Itself; raises ConfigError if an option is invalid."""
-        for name in ("lease", "beat", "missed_beats", "away"):
-            given = getattr(self, name)
-            if isinstance(given, bool) or not isinstance(given, (int, float)):
-                raise ConfigError(
-                    f"{name}={given!r} is not a number",
-                    remedy=f"pass {name}=... in seconds, or a count",
-                )
-        if not self.lease > 0:
+        for name in ("lease", "beat", "away"):
+            check_timeout(getattr(self, name), name)
+        count = self.missed_beats
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
-                f"lease must be positive, not {self.lease}",
-                remedy="lab.detach() keeps a lab until it is closed",
-            )
-        if not self.away > 0:
-            raise ConfigError(f"away must be positive, not {self.away}")
-        if not self.beat > 0 or self.missed_beats < 1:
-            raise ConfigError(
-                f"beat={self.beat:g} and missed_beats={self.missed_beats} must be positive"
+                f"missed_beats must be a whole number of at least 1, not {count!r}"
             )
         return self
 
@@ -120,7 +109,7 @@ class StateFile:
             # of a write that its death cut off; the name is `write_private`'s
             for cut in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.new"):
                 cut.unlink(missing_ok=True)
-            self.facts: dict[str, Any] = self._read()
+            self.facts: Plain = self._read()
         except BlockingIOError:
             os.close(self._lock)
             raise ConfigError(
@@ -131,7 +120,7 @@ class StateFile:
             os.close(self._lock)
             raise
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> Plain:
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -166,7 +155,7 @@ class StateFile:
             )
         return known
 
-    def write(self, state: dict[str, Any]) -> None:
+    def write(self, state: Plain) -> None:
         """Replace the file if anything changed. A disk that fails is reported, and tried again at the next call."""
         text = json.dumps({**self.facts, "state": state})
         if text == self._text:
@@ -227,33 +216,28 @@ async def serve(
     gateway.away = options.away
     server = grpc.aio.server(
         interceptors=[security.TokenInterceptor(token)],
-        options=security.options(
-            options.max_message, keepalive=not security.is_loopback(host)
-        ),
+        options=security.options(keepalive=not security.is_loopback(host)),
         maximum_concurrent_rpcs=None,
     )
     rpc.add_LabServicer_to_server(LabServicer(gateway), server)
     rpc.add_RegistryServicer_to_server(RegistryServicer(gateway), server)
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    shown_host = f"[{host}]" if ":" in host else host
     known = {} if state is None else state.facts
-    target = f"{shown_host}:{options.port or known.get('port', 0)}"
-    credentials = tls.credentials() if tls else None
+    target = joined(host, options.port or known.get("port", 0))
     try:
         bound = (
-            server.add_secure_port(target, credentials)
-            if credentials
+            server.add_secure_port(target, tls.credentials())
+            if tls
             else server.add_insecure_port(target)
         )
     except RuntimeError as error:  # gRPC has no other class for a port that is taken
         raise ConfigError(
             f"cannot listen on {target}: {error}",
-            remedy="is the port taken? leave --port out to take a free one"
-            if not known.get("port")
-            else "end what listens there: replicas and clients of this lab expect it at this port",
+            remedy="is the port taken? end what listens there, as replicas and clients of a state file's lab expect it "
+            "at its port; any other takes a free one without --port",
         ) from error
-    shown = f"{shown_host}:{bound}"
+    shown = joined(host, bound)
     # With TLS on the public port, processes of this machine use a loopback port of their own.
     near = f"127.0.0.1:{known.get('near', 0)}"
     if tls:
@@ -280,6 +264,8 @@ async def serve(
         )
     metrics = None
     if options.metrics_port is not None:
+        from jvlab.gateway._http_server import serve_metrics
+
         metrics = await serve_metrics(gateway.lab_status, token, options.metrics_port)
     facts = {
         "lab": lab,
@@ -290,7 +276,8 @@ async def serve(
     }
     if metrics is not None:
         gateway.metrics_url = facts["metrics_url"] = f"{metrics.url}/metrics"
-    write_lab_file(folder, facts | asdict(Identity.own()))
+    # readable by the owner only: it has the token
+    write_private(folder / "lab.json", json.dumps(facts | asdict(Identity.own())))
     print(f"gateway: {lab} listens on {shown}", flush=True)
     if gateway.fingerprint:
         line = join_line(shown, gateway.fingerprint)
@@ -317,8 +304,3 @@ async def serve(
             state.close(over)
         await server.stop(1.0)
         ticking.cancel()
-
-
-def write_lab_file(folder: Path, content: dict[str, Any]) -> None:
-    """Write address and token, readable by the owner only."""
-    write_private(folder / "lab.json", json.dumps(content))

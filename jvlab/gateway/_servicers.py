@@ -20,10 +20,10 @@ from jvlab.gateway._pool_commands import PoolReplicas
 from jvlab.gateway._replica_processes import ReplicaProcess, check_reachable
 from jvlab.gateway._routing import (
     POLICIES,
+    check_policy,
     in_turn,
     keep_home,
     prefix_key,
-    unknown_policy,
 )
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire import jvlab_pb2_grpc as rpc
@@ -44,6 +44,34 @@ def _remaining(context: Context) -> float:
     return (
         MAX_SECONDS if left is None else max(0.0, left - min(ANSWER_SECONDS, left / 2))
     )
+
+
+def _relayed(method: str, order_of: Callable[[Any], Any]) -> Any:
+    """A method that streams the reply of the replica that the request names; of any that is ready, if it names none."""
+
+    async def relay(
+        self: LabServicer, request: Any, context: Context
+    ) -> AsyncIterator[Any]:
+        asked = _ready(self.gateway.registry, request.pool, request.replica)
+        order = order_of(request)
+        order.epoch = asked.epoch
+        calls = self.gateway.calls
+        async for event in calls.stream(asked.name, method, order, _remaining(context)):
+            yield event
+
+    return relay
+
+
+def _ready(registry: reg.Registry, pool: str, name: str) -> reg.Replica:
+    """The ready replica of this name; any, if the name is empty."""
+    ready = registry.ready(pool)
+    for replica in ready:
+        if name in ("", replica.name):
+            return replica
+    if not name:
+        raise refused(f"no replica of {pool} is ready")
+    names = ", ".join(r.name for r in ready) or "none"
+    raise refused(f"replica {name!r} of pool {pool!r} is not ready; ready: {names}")
 
 
 @reports_errors
@@ -98,8 +126,7 @@ class LabServicer(rpc.LabServicer):
             limits_json=request.limits_json or "{}",
             restarts=request.restarts,
         )
-        if spec.routing not in POLICIES:
-            raise unknown_policy(spec.routing)
+        check_policy(spec.routing)
         _check_spec(spec)
         start = lambda: self.gateway.handle(reg.LaunchRequested(spec, time.monotonic()))
         if spec.http:
@@ -181,8 +208,7 @@ class LabServicer(rpc.LabServicer):
         gateway = self.gateway
         pool = gateway.registry.pool(start.pool)
         routing = start.routing or pool.spec.routing
-        if routing not in POLICIES:
-            raise unknown_policy(routing)
+        check_policy(routing)
         if start.min_version < 0:
             raise SamplingError(
                 f"min_version must not be negative, but is {start.min_version}"
@@ -285,31 +311,6 @@ class LabServicer(rpc.LabServicer):
     async def Steer(self, request: pb.SteerCall, context: Context) -> pb.SteerReply:
         return await self.gateway.steer(request, _remaining(context))
 
-    async def Trace(
-        self, request: pb.TraceCall, context: Context
-    ) -> AsyncIterator[pb.TraceEvent]:
-        asked = self._ready(request.pool, request.replica)
-        order = pb.RolloutTraceRequest(epoch=asked.epoch, tensors=request.tensors)
-        async for event in self._relay(asked.name, "Trace", order, context):
-            yield event
-
-    def _relay(
-        self, replica: str, method: str, order: Any, context: Context
-    ) -> AsyncIterator[Any]:
-        """Stream this replica's reply to one order."""
-        return self.gateway.calls.stream(replica, method, order, _remaining(context))
-
-    def _ready(self, pool: str, name: str) -> reg.Replica:
-        """The ready replica of this name; any, if the name is empty."""
-        ready = self.gateway.registry.ready(pool)
-        for replica in ready:
-            if name in ("", replica.name):
-                return replica
-        if not name:
-            raise refused(f"no replica of {pool} is ready")
-        names = ", ".join(r.name for r in ready) or "none"
-        raise refused(f"replica {name!r} of pool {pool!r} is not ready; ready: {names}")
-
     async def Logs(self, request: pb.LogsRequest, context: Context) -> pb.LogsReply:
         known = self.gateway.registry.find(request.replica)
         process = (
@@ -331,23 +332,12 @@ class LabServicer(rpc.LabServicer):
     async def Team(self, request_iterator: Any, context: Context) -> None:
         await self.gateway.teams.serve(context)
 
-    async def Peek(
-        self, request: pb.PeekCall, context: Context
-    ) -> AsyncIterator[pb.PeekEvent]:
-        asked = self._ready(request.pool, request.replica)
-        order = pb.RolloutPeekRequest(
-            epoch=asked.epoch, rank=request.rank, parameter=request.parameter
-        )
-        async for event in self._relay(asked.name, "Peek", order, context):
-            yield event
-
-    async def Hidden(
-        self, request: pb.HiddenCall, context: Context
-    ) -> AsyncIterator[pb.HiddenEvent]:
-        asked = self._ready(request.pool, request.replica)
-        order = pb.RolloutHiddenRequest(epoch=asked.epoch, tokens=request.tokens)
-        async for event in self._relay(asked.name, "Hidden", order, context):
-            yield event
+    Trace = _relayed("Trace", lambda r: pb.RolloutTraceRequest(tensors=r.tensors))
+    Hidden = _relayed("Hidden", lambda r: pb.RolloutHiddenRequest(tokens=r.tokens))
+    Peek = _relayed(
+        "Peek",
+        lambda r: pb.RolloutPeekRequest(rank=r.rank, parameter=r.parameter),
+    )
 
     async def Restart(self, request: pb.RestartRequest, context: Context) -> pb.Empty:
         self.gateway.restart(request.pool, request.replica)
@@ -397,7 +387,9 @@ def _check_limits(gateway: Gateway, start: pb.GenerateStart) -> None:
     lengths = [len(prompt.tokens.ids) for prompt in start.prompts]
     sampling = read_object(start.sampling_json, "sampling_json")
     gateway.limits(start.pool).check(
-        of_prompts(lengths, start.n, sampling, gateway.model_len(start.pool))
+        of_prompts(
+            lengths, start.n, sampling, gateway.facts_of(start.pool).max_model_len
+        )
     )
 
 

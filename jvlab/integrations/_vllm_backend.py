@@ -28,12 +28,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from jvlab._errors import ConfigError, EngineDirty, JvlabError, SyncError, Unsupported
+from jvlab._files import Plain
 from jvlab._version import __version__
 
 if TYPE_CHECKING:
     from jvlab.engine._engine_sync import SyncState
     from jvlab.engine.worker._rank_sync import WorkerSync
     from jvlab.sync._link import Link
+    from jvlab.wire._core_channel import CoreChannel
 
 logger = init_logger(__name__)
 # orders of each kind of call
@@ -71,6 +73,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    _worker: SimpleNamespace
+    _sync: WorkerSync
+    _state: SyncState
+    _channel: CoreChannel | None = None
 
     def __init__(
         self, config: Any, vllm_config: Any, device: torch.device, model: Any
@@ -84,9 +90,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._ranks: int = self.parallel_config.world_size
         self._rank: int = self.parallel_config.rank
         self._session = ""
-        self._channel: Any = None
-        self._sync: WorkerSync | None = None
-        self._state: SyncState | None = None
+        self._met = False  # a trainer: then there are worker, sync and state
         # what vLLM's worker knows as an active update
         self._started = False
         self._forgiven = False
@@ -104,7 +108,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._guarded(self._need_trainer)
         self._started = True
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: Plain) -> None:
         """Carry out a sync's orders; bytes arrive meanwhile."""
         # not vLLM's own: it synchronises an accelerator, which a CPU has not
         self.receive_weights(self.parse_update_info(update_info))
@@ -123,13 +127,13 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Close the link; the weights stay."""
-        if self._sync is not None:
+        if self._met:
             self._sync.close()
         self._hang_up()
 
     # Failing
 
-    def _guarded(self, work: Callable[[], None]) -> bool:
+    def _guarded(self, work: Callable[[], object]) -> bool:
         """Do it. A failure abandons the sync, and the last rank raises it: see _vllm_server.py."""
         try:
             work()
@@ -144,7 +148,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _abandoned(self, error: Exception) -> Exception:
         """Abandon what is open; the error, and what this rank holds now."""
         self._hang_up()
-        if self._sync is None or self._state is None:
+        if not self._met:
             return error
         self._sync.abandon()
         self._state.abandoned()
@@ -198,16 +202,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from jvlab.integrations._vllm_server import HELLO, encode
         from jvlab.wire._core_channel import CoreChannel
 
-        if self._sync is None or self._state is None:
-            worker = SimpleNamespace(
+        if not self._met:
+            self._worker = SimpleNamespace(
                 vllm_config=self.vllm_config,
                 model_config=self.model_config,
                 device=self.device,
                 get_model=lambda: self.model,
             )
-            self._sync = WorkerSync(worker)
-            self._worker = worker
+            self._sync = WorkerSync(self._worker)
             self._state = SyncState()
+            self._met = True
         self._hang_up()
         self._sync.abandon()
         self._state.abandoned()
@@ -227,10 +231,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._session = info.session
         self._channel.send(HELLO, 0, hello)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Plain:
         from jvlab.engine._vllm_versions import build
 
-        assert self._state is not None
         distribution, version = build()
         config = self.model_config
         return {
@@ -253,23 +256,24 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             },
         }
 
-    def _need_trainer(self) -> None:
+    def _need_trainer(self) -> CoreChannel:
         if self._channel is None:
             raise SyncError(
                 "no trainer is connected",
                 remedy="call init_weight_transfer_engine first; after a failure, again",
             )
+        return self._channel
 
     def _converse(self, known: tuple[str, ...], seconds: float) -> None:
         """Carry out the trainer's orders until it says how this ended."""
         from jvlab.integrations import _vllm_server as words
 
-        self._need_trainer()
+        channel = self._need_trainer()
         until = time.monotonic() + seconds
-        failed: dict[str, Any] | None = None
+        failed: Plain | None = None
         while True:
             try:
-                kind, _, payload = self._channel.receive(until)
+                kind, _, payload = channel.receive(until)
             except TimeoutError:
                 raise SyncError(
                     f"the trainer gave no order for {seconds:.3g} s"
@@ -284,11 +288,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             order = words.decode(payload)
             answer = self._carry_out(order["do"], order["args"], known)
             failed = answer if "error" in answer else None
-            self._channel.send(words.ANSWER, 0, words.encode(answer))
+            channel.send(words.ANSWER, 0, words.encode(answer))
 
-    def _carry_out(
-        self, do: str, args: list[Any], known: tuple[str, ...]
-    ) -> dict[str, Any]:
+    def _carry_out(self, do: str, args: list[Any], known: tuple[str, ...]) -> Plain:
         """One order; errors are returned."""
         try:
             if do not in known:
@@ -302,15 +304,13 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             said = {"error": text, "remedy": "see the server's log", "kind": ""}
         return {"rank": self._rank, **said}
 
-    def _run(self, do: str, args: list[Any]) -> dict[str, Any]:
+    def _run(self, do: str, args: list[Any]) -> Plain:
         from jvlab.engine.tracing._trace import trace_worker
         from jvlab.layout._layout_codec import plain_to_bytes
         from jvlab.wire._sync_words import Terms
 
         sync = self._sync
         state = self._state
-        assert sync is not None  # met
-        assert state is not None
         if do == "forget":
             self._forgiven = True
             return {}
@@ -329,7 +329,6 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _did(self, do: str, terms: Any) -> None:
         """Note a phase; those that halt generation are the trainer's."""
         state = self._state
-        assert state is not None
         state.did(do, terms)
         mode = state.terms.mode if state.terms is not None else ""
         if (do, mode) in (("prepare", "direct"), ("verify", "staged")):
@@ -419,19 +418,18 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
 
     def connect(self) -> None:
         """Make the plan; every rank gathers the tensors, and rank 0 connects."""
-        from jvlab._deadline import Deadline
-        from jvlab.integrations._vllm_server import open_link
+        from jvlab.integrations.vllm import connect
 
         tensors = dict(self._tensors())
         info = self._info
         if info.rank == 0:
-            self._link = open_link(
+            self._link = connect(
                 self.client,
                 tensors,
                 rules=info.rules,
                 transport=info.transport,
                 mode=info.mode,
-                deadline=Deadline.of(info.timeout),
+                timeout=info.timeout,
             )
 
     def send_weights(self, weight_version: int | None = None) -> None:

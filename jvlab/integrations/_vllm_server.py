@@ -27,7 +27,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from jvlab._deadline import Deadline
 from jvlab._errors import (
@@ -38,16 +40,24 @@ from jvlab._errors import (
     SyncError,
     TransportError,
     Unsupported,
+    VerifyError,
 )
+from jvlab._files import Plain
 from jvlab._version import __version__
+from jvlab.engine._engine_sync import (
+    checked,
+    claimed_digests,
+    digests_of,
+    handles_of,
+)
+from jvlab.layout._checkpoint import checkpoint_tensors
+from jvlab.layout._layout_codec import layout_from_bytes
+from jvlab.layout._types import CheckpointTensor, RankLayout
+from jvlab.record._batch import Scores
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import check
 from jvlab.wire._core_channel import PROMPT_SECONDS, CoreChannel, OtherSocketReady
-
-if TYPE_CHECKING:
-    from jvlab.layout._types import CheckpointTensor, RankLayout
-    from jvlab.record._batch import Scores
-    from jvlab.sync._link import Link
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire._sync_words import Terms
+from jvlab.wire._sync_words import Phase, Terms, failure_code, for_workers
 
 # kinds of frames: the first of a rank, an order, its answer, and the two ends of a conversation
 HELLO = b"H"
@@ -70,7 +80,7 @@ def encode(message: Any) -> bytes:
 def decode(payload: bytes) -> Any:
     """What `encode` was given."""
 
-    def made(found: dict[str, Any]) -> Any:
+    def made(found: Plain) -> Any:
         return (
             base64.b64decode(found["base64"]) if found.keys() == {"base64"} else found
         )
@@ -84,7 +94,7 @@ def decode(payload: bytes) -> Any:
 class FourCalls(Protocol):
     """vLLM's `VLLMWeightSyncClient`."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def init_weight_transfer_engine(self, init_info: Plain) -> None: ...
 
     def start_weight_update(self) -> None: ...
 
@@ -109,7 +119,7 @@ class HttpCalls:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.deadline: Deadline | None = None  # of the calls that are made next
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def init_weight_transfer_engine(self, init_info: Plain) -> None:
         self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
@@ -223,10 +233,12 @@ class Call:
 class Server:
     """The ranks of one server, and the call that is in progress. Stands where other pools have a gateway's client."""
 
-    def __init__(self, calls: FourCalls, name: str) -> None:
+    def __init__(self, calls: FourCalls) -> None:
         self.calls = calls
-        self.name = name
-        self.hellos: dict[int, dict[str, Any]] = {}  # rank -> what it said of itself
+        # the same, if it is reached by its address: only then can it be paused
+        self.http = calls if isinstance(calls, HttpCalls) else None
+        self.name = self.http.url if self.http is not None else "vLLM's server"
+        self.hellos: dict[int, Plain] = {}  # rank -> what it said of itself
         self._ranks: dict[int, CoreChannel] = {}
         self._listener: socket.socket | None = None
         self._session = ""
@@ -268,7 +280,7 @@ class Server:
             self.hang_up(str(error))
             raise
 
-    def _begin_conversation(self, deadline: Deadline, info: dict[str, Any]) -> None:
+    def _begin_conversation(self, deadline: Deadline, info: Plain) -> None:
         given = {**info, "session": self._session, "seconds": deadline.left()}
         self.call("init_weight_transfer_engine", deadline, given)
 
@@ -308,8 +320,8 @@ class Server:
 
     def call(self, name: str, deadline: Deadline, *args: Any) -> Call:
         """Begin one of vLLM's calls."""
-        if isinstance(self.calls, HttpCalls):
-            self.calls.deadline = deadline
+        if self.http is not None:
+            self.http.deadline = deadline
         work = getattr(self.calls, name)
         self._call = Call(name, lambda: work(*args))
         return self._call
@@ -343,16 +355,14 @@ class Server:
             self.hang_up(str(error))
             raise
 
-    def order(self, deadline: Deadline, do: str, *args: Any) -> list[dict[str, Any]]:
+    def order(self, deadline: Deadline, do: str, *args: Any) -> list[Plain]:
         """The answers of all ranks, in their order; raises the first error among them."""
-        from jvlab.engine._engine_sync import checked
-
         message = encode({"do": do, "args": args})
         for rank in sorted(self._ranks):
             self._send(rank, ORDER, deadline, message)
         return checked([self._answer(rank, deadline) for rank in sorted(self._ranks)])
 
-    def _answer(self, rank: int, deadline: Deadline) -> dict[str, Any]:
+    def _answer(self, rank: int, deadline: Deadline) -> Plain:
         until = time.monotonic() + deadline.left()
         call = self._call
         assert call is not None
@@ -444,8 +454,6 @@ class ServerStream:
 
     def open(self, request: pb.LinkOpen, seconds: float) -> pb.LinkReply:
         """Open the ranks' ends of a link's channels."""
-        from jvlab.engine._engine_sync import handles_of
-
         deadline = Deadline(seconds)
         ranks = list(request.endpoints[0].ranks_json)
         with self._server.conversation(deadline):
@@ -454,7 +462,8 @@ class ServerStream:
             )
         self._names = {a["rank"]: a["names"] for a in answers if "names" in a}
         self._opened = True
-        return self._reply("idle", "ready", exports_json=handles_of(answers))
+        outcome = self._outcome("ready", exports_json=handles_of(answers))
+        return pb.LinkReply(state="idle", outcomes=[outcome])
 
     def steps(
         self,
@@ -467,11 +476,9 @@ class ServerStream:
         nonfinite: bool = False,
     ) -> pb.LinkReply:
         """Run these phases in order; raises if one failed, with what the server holds then in the error."""
-        from jvlab.wire._sync_words import Phase
-
         deadline = Deadline(seconds)
         self.busy = True
-        reply = self._reply("idle", "ready")
+        outcome = self._outcome("ready")
         for phase in map(Phase, phases):
             try:
                 match phase:
@@ -496,10 +503,9 @@ class ServerStream:
             except JvlabError as error:
                 self.busy = False
                 self._raise(phase.word, error)
-            reply.MergeFrom(done)
+            outcome.MergeFrom(done)
         self.busy = False
-        reply.state = reply.outcomes[-1].state
-        return self._merged(reply)
+        return pb.LinkReply(state=outcome.state, outcomes=[outcome])
 
     # Phases
 
@@ -508,10 +514,7 @@ class ServerStream:
         message: Any,
         deadline: Deadline,
         meanwhile: Callable[[], None] | None,
-    ) -> pb.LinkReply:
-        from jvlab.engine._engine_sync import handles_of
-        from jvlab.wire._sync_words import Terms, for_workers
-
+    ) -> pb.ReplicaOutcome:
         terms = Terms.read(message).check()
         self._terms = terms
         self._halt("direct", deadline)
@@ -521,37 +524,32 @@ class ServerStream:
             meanwhile()
         start.result(deadline.left())
         server.close_call()
-        self._begin_update(deadline)
-        answers = server.order(deadline, "prepare", for_workers(terms))
-        return self._reply("prepared", "ready", exports_json=handles_of(answers))
-
-    def _begin_update(self, deadline: Deadline) -> None:
         self._server.begin_update(deadline)
+        answers = server.order(deadline, "prepare", for_workers(terms))
+        return self._outcome("ready", exports_json=handles_of(answers))
 
-    def _halt(self, mode: str, deadline: Deadline) -> pb.LinkReply:
+    def _halt(self, mode: str, deadline: Deadline) -> pb.ReplicaOutcome:
         """Pause generation, if this mode does so here: a core in a call cannot be, so direct syncs do it first."""
-        calls = self._server.calls
+        http = self._server.http
         terms = self._terms
-        if terms is not None and terms.mode == mode and isinstance(calls, HttpCalls):
-            calls.deadline = deadline
+        if terms is not None and terms.mode == mode and http is not None:
+            http.deadline = deadline
             self._halted = time.perf_counter()
-            calls.pause(terms.pause)
-        return self._reply("halted", "ready")
+            http.pause(terms.pause)
+        return self._outcome("ready")
 
-    def _move(self, deadline: Deadline) -> pb.LinkReply:
+    def _move(self, deadline: Deadline) -> pb.ReplicaOutcome:
         terms = self._terms
         assert terms is not None  # prepared
         self._written = terms.mode == "direct"
         self._server.order(deadline, "move")
         if terms.mode == "staged":  # the engine generates while shadows are written
             self._server.end(deadline)
-        return self._reply("moving", "ready")
+        return self._outcome("ready")
 
     def _verify(
         self, digests: Sequence[pb.ReplicaDigests], nonfinite: bool, deadline: Deadline
-    ) -> pb.LinkReply:
-        from jvlab.engine._engine_sync import claimed_digests, digests_of
-
+    ) -> pb.ReplicaOutcome:
         if nonfinite:
             raise Unsupported(
                 "these parameters are not finite, and a server of plain vLLM can't keep NaN out of other requests' KV",
@@ -560,7 +558,7 @@ class ServerStream:
         terms = self._terms
         assert terms is not None  # prepared
         if terms.mode == "staged":
-            self._begin_update(deadline)
+            self._server.begin_update(deadline)
         answers = self._server.order(deadline, "verify", deadline.left())
         if late := [a for a in answers if not a["done"]]:
             raise SyncDeadline(
@@ -571,11 +569,9 @@ class ServerStream:
         if digests:
             self._compare(claimed_digests(digests[0]), whole=True)
         self._server.end(deadline)
-        return self._reply("verified", "ready", **self._facts_of(answers))
+        return self._outcome("ready", **self._facts_of(answers))
 
-    def _facts_of(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
-        from jvlab.wire import jvlab_pb2 as pb
-
+    def _facts_of(self, answers: list[Plain]) -> Plain:
         slowest: dict[str, float] = {}
         evidence: dict[str, int] = {}
         for answer in answers:
@@ -588,8 +584,6 @@ class ServerStream:
         return {"seconds": parts, "evidence": evidence, "bytes": total}
 
     def _compare(self, wanted: dict[tuple[str, int], int], whole: bool) -> None:
-        from jvlab._errors import VerifyError
-
         found = self._found
         wrong = [key for key, value in wanted.items() if found.get(key) != value]
         if whole:
@@ -603,7 +597,7 @@ class ServerStream:
                 names=names,
             )
 
-    def _commit(self, deadline: Deadline) -> pb.LinkReply:
+    def _commit(self, deadline: Deadline) -> pb.ReplicaOutcome:
         terms = self._terms
         assert terms is not None  # prepared
         self._written = True  # a swap that fails midway leaves parts of both
@@ -618,28 +612,23 @@ class ServerStream:
         reloaded: dict[str, float] = {}
         for answer in answers:
             reloaded |= answer.get("reloaded", {})
-        return self._reply("committed", "committed", reloaded=reloaded)
+        return self._outcome("committed", reloaded=reloaded)
 
-    def _go_on(self, deadline: Deadline) -> pb.LinkReply:
-        from jvlab.wire import jvlab_pb2 as pb
-
+    def _go_on(self, deadline: Deadline) -> pb.ReplicaOutcome:
         seconds = []
-        calls = self._server.calls
-        if self._halted and isinstance(calls, HttpCalls):
-            calls.deadline = deadline
-            calls.resume()
+        http = self._server.http
+        if self._halted and http is not None:
+            http.deadline = deadline
+            http.resume()
             pause = time.perf_counter() - self._halted
             seconds = [pb.PhaseSeconds(name="pause", seconds=pause)]
         self._halted = 0.0
         self._terms = None
-        return self._reply("idle", "committed", seconds=seconds)
+        return self._outcome("committed", seconds=seconds)
 
     def _check(
         self, digests: Sequence[pb.ReplicaDigests], deadline: Deadline
-    ) -> pb.LinkReply:
-        from jvlab.engine._engine_sync import claimed_digests, digests_of
-        from jvlab.wire import jvlab_pb2 as pb
-
+    ) -> pb.ReplicaOutcome:
         with self._server.conversation(deadline):
             answers = self._server.order(deadline, "check", False)
         self._found = digests_of(answers, self._names)
@@ -653,69 +642,56 @@ class ServerStream:
             values=[value for _, _, value in rows],
         )
         facts = self._facts_of(answers)
-        return self._reply("idle", "ready", found=found, evidence=facts["evidence"])
+        return self._outcome("ready", found=found, evidence=facts["evidence"])
 
-    def _abandon(self, why: str) -> pb.LinkReply:
+    def _abandon(self, why: str) -> pb.ReplicaOutcome:
         """Ranks give the sync up. Old weights are served again; generation stays halted if there are none."""
         server = self._server
         server.hang_up(why)
         server.dirty = server.dirty or self._written
-        calls = server.calls
-        if self._halted and not server.dirty and isinstance(calls, HttpCalls):
-            calls.deadline = Deadline(GRACE)
+        if self._halted and not server.dirty and server.http is not None:
+            server.http.deadline = Deadline(GRACE)
             with contextlib.suppress(JvlabError):
-                calls.resume()
+                server.http.resume()
         self._halted = 0.0
         self._terms = None
         self._written = False
-        return self._reply("idle", "dirty" if server.dirty else "old")
+        return self._outcome("dirty" if server.dirty else "old")
 
     # Replies
 
-    def _reply(self, stage: str, state: str, **more: Any) -> pb.LinkReply:
-        from jvlab.wire import jvlab_pb2 as pb
-
+    def _outcome(self, state: str, **more: Any) -> pb.ReplicaOutcome:
         server = self._server
-        outcome = pb.ReplicaOutcome(
+        return pb.ReplicaOutcome(
             replica=server.name, state=state, version=server.version, **more
         )
-        return pb.LinkReply(state=stage, outcomes=[outcome])
-
-    def _merged(self, reply: pb.LinkReply) -> pb.LinkReply:
-        """One outcome of those of several phases."""
-        first, *rest = reply.outcomes
-        for outcome in rest:
-            first.MergeFrom(outcome)
-        del reply.outcomes[1:]
-        return reply
 
     def _raise(self, phase: str, error: JvlabError) -> None:
         """Raise what a gateway would have answered."""
-        from jvlab.wire._client import check
-        from jvlab.wire._sync_words import failure_code
-
         kind = type(error).__name__
         names = list(error.fields.get("names", ()))  # type: ignore[call-overload]
         if phase == "check":
-            reply = self._reply("idle", "old")
+            outcome = self._outcome("old")
         else:
-            reply = self._abandon(error.message)
-        outcome = reply.outcomes[0]
+            outcome = self._abandon(error.message)
         outcome.failed = phase
         outcome.error = error.message
         outcome.differing.extend(names)
-        reply.code = failure_code(
-            "DeadlineExceeded" if kind == "SyncDeadline" else kind, bool(names)
-        )
         state = (
             "its weights may be parts of two versions, and it stays paused until a sync commits"
             if outcome.state == "dirty"
             else f"it holds version {outcome.version}, as before"
         )
-        reply.error = (
-            f"{phase}: {error.message}; {self._server.name} is {outcome.state}: {state}"
+        name = self._server.name
+        reply = pb.LinkReply(
+            state="idle",
+            outcomes=[outcome],
+            code=failure_code(
+                "DeadlineExceeded" if kind == "SyncDeadline" else kind, bool(names)
+            ),
+            error=f"{phase}: {error.message}; {name} is {outcome.state}: {state}",
+            remedy=error.remedy,
         )
-        reply.remedy = error.remedy
         check(reply)
 
     def close(self) -> None:
@@ -760,8 +736,6 @@ class ServerPool:
     @property
     def snapshot(self) -> pb.PoolStatus:
         """What is known of the server; asks nobody."""
-        from jvlab.wire import jvlab_pb2 as pb
-
         server = self.client
         replica = pb.ReplicaStatus(
             replica=self.name,
@@ -783,14 +757,12 @@ class ServerPool:
 
     def facts(self, timeout: float | Deadline = 900.0) -> pb.EngineFacts:
         """What the server's ranks said of their engine."""
-        from jvlab.wire import jvlab_pb2 as pb
-
         return pb.EngineFacts(**self._known)
 
     def renew(self, snapshot: pb.PoolStatus) -> None:
         """Nothing to store: `snapshot` is made of what the ranks say."""
 
-    def status(self, *, timeout: float | Deadline = 30.0) -> dict[str, Any]:
+    def status(self, *, timeout: float | Deadline = 30.0) -> Plain:
         """Its version, and whether it is dirty."""
         return {"version": self.client.version, "dirty": self.client.dirty}
 
@@ -802,9 +774,6 @@ class ServerPool:
         timeout: float | Deadline = 300.0,
     ) -> list[RankLayout]:
         """Where the server's engine stores every checkpoint element."""
-        from jvlab.layout._checkpoint import checkpoint_tensors
-        from jvlab.layout._layout_codec import layout_from_bytes
-
         deadline = Deadline.of(timeout)
         listed = checkpoint_tensors(self.model) if tensors is None else tensors
         rows = [[t.name, list(t.shape), t.dtype] for t in listed]
@@ -837,21 +806,17 @@ class ServerPool:
         self, sequences: Any, top: int = 0, *, timeout: float | Deadline = 3600.0
     ) -> Scores:
         """log P of every token given its prefix, by the server's own completions route."""
-        import numpy as np
-
-        from jvlab.record._batch import Scores
-
-        calls = self.client.calls
-        if not isinstance(calls, HttpCalls) or top:
+        http = self.client.http
+        if http is None or top:
             raise Unsupported(
                 "this server is reached by four calls, none of which scores tokens",
                 remedy="connect by its address",
             )
-        calls.deadline = Deadline.of(timeout)
+        http.deadline = Deadline.of(timeout)
         rows = []
         for ids in sequences:
             asked = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0}
-            reply = calls.ask("POST", "/v1/completions", asked)
+            reply = http.ask("POST", "/v1/completions", asked)
             found = reply["choices"][0]["prompt_logprobs"]
             pairs = zip(ids, found, strict=True)
             row = [np.nan if f is None else f[str(t)]["logprob"] for t, f in pairs]
@@ -861,58 +826,3 @@ class ServerPool:
 
     def __repr__(self) -> str:
         return f"ServerPool({self.name})"
-
-
-def open_link(
-    calls: FourCalls,
-    params: Any,
-    *,
-    rules: Any = "auto",
-    transport: str = "auto",
-    mode: str = "direct",
-    bucket_mib: float = 16.0,
-    nonfinite: str = "refuse",
-    checkpoint: Any = None,
-    meaning: str = "auto",
-    deadline: Deadline,
-) -> Link:
-    """See `jv.integrations.vllm.connect`."""
-    from jvlab.layout._tree import device_processes, flatten
-    from jvlab.sync._connections import agree, check_options
-    from jvlab.sync._link import Link
-    from jvlab.sync._meaning import unpack
-
-    check_options(params, {})
-    params, scorer = unpack(params)
-    arrays = flatten(params).arrays
-    if len(set(device_processes(arrays).values())) > 1:
-        raise Unsupported(
-            "these parameters are spread over several trainer processes; a server is written from one",
-            remedy="launch the engines in a lab: lab.launch(model), or gather the parameters in one process",
-        )
-    name = calls.url if isinstance(calls, HttpCalls) else "vLLM's server"
-    server = Server(calls, name)
-    try:
-        pool: Any = ServerPool(server, deadline)
-        agreed = agree(
-            params,
-            scorer,
-            pool,
-            rules,
-            transport,
-            meaning=meaning,
-            checkpoint=checkpoint,
-            bucket_mib=bucket_mib,
-            options={},
-            cache={},
-            gateway_version=pool.jvlab,
-            same_host=True,
-            deadline=deadline,
-        )
-        forget = lambda link: None
-        link = Link(pool, agreed, mode, None, forget, None, nonfinite, deadline)
-    except BaseException as error:
-        server.hang_up(str(error))
-        raise
-    link.remembered.take(params)
-    return link

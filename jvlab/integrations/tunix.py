@@ -31,6 +31,7 @@ from jvlab._errors import (
     SamplingError,
     Unsupported,
 )
+from jvlab._files import Plain
 from jvlab.integrations._journal import Journal
 from jvlab.layout._tree import flatten
 from jvlab.record._events import RolloutTally, clock
@@ -152,7 +153,7 @@ class Rollout(BaseRollout):
         self._sync(actor.params, step=False)
 
     def _link_of(self, actor: Actor, rules: Any, meaning: str) -> Link:
-        options: dict[str, Any] = {"meaning": meaning, "timeout": self._timeout}
+        options: Plain = {"meaning": meaning, "timeout": self._timeout}
         # an engine in this process has links of its own
         connect = getattr(self.pool, "connect", None) or functools.partial(
             self._connections.connect, pool=self.pool
@@ -304,7 +305,7 @@ class Rollout(BaseRollout):
         rewards: Any,
         advantages: Any,
         **columns: Any,
-    ) -> dict[str, Any]:
+    ) -> Plain:
         """For `metric_fns=[cluster.rollout.metrics]` of a learner: rewards for the record, numbers for Tunix' logs."""
         samples = self._journal.rewarded(
             list(map(str, prompts)),
@@ -410,7 +411,7 @@ def _without_right(row: np.ndarray, pad: int) -> list[int]:
 # Tunix' settings ------------------------------------------------------------------------------------------------------
 
 
-def _sampling(config: RolloutConfig, eos: int) -> dict[str, Any]:
+def _sampling(config: RolloutConfig, eos: int) -> Plain:
     """vLLM's sampling parameters for a RolloutConfig."""
     found = {
         "max_tokens": config.max_tokens_to_generate,

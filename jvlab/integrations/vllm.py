@@ -90,17 +90,44 @@ def connect(
     does not move, and calls of another trainer's are answered with an error that says so, until a sync commits.
     """
     from jvlab._deadline import Deadline
-    from jvlab.integrations._vllm_server import HttpCalls, open_link
+    from jvlab._errors import Unsupported
+    from jvlab.integrations._vllm_server import HttpCalls, Server, ServerPool
+    from jvlab.layout._tree import device_processes, flatten
+    from jvlab.sync._connections import agree, check_options
+    from jvlab.sync._link import Link
+    from jvlab.sync._meaning import unpack
 
-    return open_link(
-        HttpCalls(server, api_key) if isinstance(server, str) else server,
-        params,
-        rules=rules,
-        transport=transport,
-        mode=mode,
-        bucket_mib=bucket_mib,
-        nonfinite=nonfinite,
-        checkpoint=checkpoint,
-        meaning=meaning,
-        deadline=Deadline.of(timeout),
-    )
+    deadline = Deadline.of(timeout)
+    calls = HttpCalls(server, api_key) if isinstance(server, str) else server
+    check_options(params, {})
+    params, scorer = unpack(params)
+    if len(set(device_processes(flatten(params).arrays).values())) > 1:
+        raise Unsupported(
+            "these parameters are spread over several trainer processes; a server is written from one",
+            remedy="launch the engines in a lab: lab.launch(model), or gather the parameters in one process",
+        )
+    reached = Server(calls)
+    try:
+        pool: Any = ServerPool(reached, deadline)
+        agreed = agree(
+            params,
+            scorer,
+            pool,
+            rules,
+            transport,
+            meaning=meaning,
+            checkpoint=checkpoint,
+            bucket_mib=bucket_mib,
+            options={},
+            cache={},
+            gateway_version=pool.jvlab,
+            same_host=True,
+            deadline=deadline,
+        )
+        forget = lambda link: None
+        link = Link(pool, agreed, mode, None, forget, None, nonfinite, deadline)
+    except BaseException as error:
+        reached.hang_up(str(error))
+        raise
+    link.remembered.take(params)
+    return link

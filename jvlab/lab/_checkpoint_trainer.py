@@ -22,22 +22,14 @@ from jvlab._errors import (
     LayoutError,
     ModelError,
     NonFiniteError,
+    SyncError,
 )
+from jvlab._files import Plain
 from jvlab.layout._checkpoint import DTYPES, read_header
 from jvlab.wire.processes._identity import read_secret
 
 # the first match; else 500
 STATUS = ((ConfigError, 400), (LayoutError, 422), (NonFiniteError, 422))
-OPTIONS = (
-    "version",
-    "mode",
-    "verify",
-    "require",
-    "pause",
-    "kv",
-    "nonfinite",
-    "timeout",
-)
 
 
 def read_checkpoint(path: str) -> dict[str, np.ndarray]:
@@ -104,16 +96,18 @@ class Updater:
         )
         self._connections = Connections()
 
-    def update(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def update(self, fields: Mapping[str, Any]) -> Plain:
         """Sync the checkpoint at `fields["path"]`."""
         tensors = read_checkpoint(fields["path"])
         self._pool.status()  # replicas may have joined since
-        options = {name: fields[name] for name in OPTIONS if name in fields}
+        options = dict(fields)
+        del options["path"]
+        transport = options.pop("transport", "auto")
         link = self._connections.connect(
             tensors,
             self._pool,
             "checkpoint",
-            fields.get("transport", "auto"),
+            transport,
             options.get("mode", "direct"),
         )
         try:
@@ -125,7 +119,7 @@ class Updater:
         self._client.close()
 
 
-def _reply(report: Any) -> dict[str, Any]:
+def _reply(report: Any) -> Plain:
     digests: dict[str, dict[str, str]] = {}
     for (parameter, rank), value in report.digests.items():
         digests.setdefault(parameter, {})[str(rank)] = f"{value:016x}"
@@ -149,15 +143,16 @@ def _reply(report: Any) -> dict[str, Any]:
     }
 
 
-def _failure(error: JvlabError) -> dict[str, Any]:
+def _failure(error: Exception) -> Plain:
+    """The answer for an error; one that is not ours is a fault, whose traceback the log has."""
+    if not isinstance(error, JvlabError):
+        traceback.print_exception(error)
+        error = SyncError(f"{type(error).__name__}: {error}")
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+    message = error.message
     outcomes = error.fields.get("outcomes")
-    states = (
-        f" ({', '.join(f'{k}: {v}' for k, v in outcomes.items())})"
-        if isinstance(outcomes, dict)
-        else ""
-    )
-    message = f"{error.message}{states}"
+    if isinstance(outcomes, dict):
+        message += f" ({', '.join(f'{k}: {v}' for k, v in outcomes.items())})"
     return {
         "error": {
             "kind": type(error).__name__,
@@ -179,20 +174,9 @@ def main() -> int:
             try:
                 updater = updater or Updater(order["address"], token, order["pool"])
                 answer = updater.update(json.loads(line))
-            except JvlabError as error:
-                answer = _failure(error)
-            # reply, so that the caller is not left waiting; the log has the traceback
+            # whatever it is, reply: the caller is not left waiting
             except Exception as error:
-                traceback.print_exc()
-                text = f"{type(error).__name__}: {error}"
-                answer = {
-                    "error": {
-                        "kind": "SyncError",
-                        "status": 500,
-                        "message": text,
-                        "remedy": "",
-                    }
-                }
+                answer = _failure(error)
             print(json.dumps(answer), file=out, flush=True)
     finally:
         # the gateway is gone: nothing may keep this process alive

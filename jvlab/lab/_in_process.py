@@ -18,9 +18,9 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from jvlab.wire._local_calls import LocalClient, LocalStub
 if TYPE_CHECKING:
     from jvlab.engine._engine import Engine
 
-Made = TypeVar("Made")
 INSTEAD = (
     "lab = jv.Lab(); pool = lab.launch(...) runs engines in processes of their own"
 )
@@ -169,15 +168,14 @@ class EngineHost(Gateway):
             gc.collect()
 
 
-def open_pool(
-    make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made],
-    options: LaunchOptions,
-) -> Made:
-    """See `Pool.in_process`. `make` builds the pool once the engine is up."""
+Opened = tuple[LocalClient, pb.PoolStatus, "EngineHost"]
+
+
+def open_pool(options: LaunchOptions) -> Opened:
+    """See `Pool.in_process`: what the pool is made of, once the engine is up."""
     if options.name is not None:
         check_name("pool", options.name)
-    http = options.http or options.http_key
-    _refuse(options.replicas, options.tensor_parallel, http, options.place)
+    _refuse(options)
     chosen = options.settings()
     spec = reg.PoolSpec(
         options.name or "in-process",
@@ -202,7 +200,7 @@ def open_pool(
                 pool=_open[0],
             )
         _open.append(host)
-    return _start(host, make)
+    return _start(host)
 
 
 def refuse_restarts(restarts: int) -> None:
@@ -214,26 +212,33 @@ def refuse_restarts(restarts: int) -> None:
         )
 
 
-def _refuse(replicas: int, tensor_parallel: int, http: bool | int, place: Any) -> None:
-    if replicas != 1:
-        raise Unsupported(
-            f"one process holds one engine, not {replicas} replicas", remedy=INSTEAD
-        )
-    if tensor_parallel != 1:
-        raise Unsupported(
-            f"tensor_parallel={tensor_parallel} needs a process for each rank, and this engine is in this one",
-            remedy=INSTEAD,
-        )
-    if place is not None:
-        raise Unsupported(
-            f"place={place!r}: an in-process engine can't be placed elsewhere",
-            remedy=INSTEAD,
-        )
-    if http is not False:
-        raise Unsupported(
+def _refuse(options: LaunchOptions) -> None:
+    """Raise for an option of `lab.launch` that an engine in this process cannot have."""
+    parallel = options.tensor_parallel
+    for wrong, text, remedy in (
+        (
+            options.replicas != 1,
+            f"one process holds one engine, not {options.replicas} replicas",
+            INSTEAD,
+        ),
+        (
+            parallel != 1,
+            f"tensor_parallel={parallel} needs a process for each rank, and this engine is in this one",
+            INSTEAD,
+        ),
+        (
+            options.place is not None,
+            f"place={options.place!r}: an in-process engine can't be placed elsewhere",
+            INSTEAD,
+        ),
+        (
+            options.http or options.http_key,
             "an engine in this process serves no port",
-            remedy="lab.launch(..., http=True)",
-        )
+            "lab.launch(..., http=True)",
+        ),
+    ):
+        if wrong:
+            raise Unsupported(text, remedy=remedy)
 
 
 def _environment(device: str, model: str, given: dict[str, str]) -> dict[str, str]:
@@ -271,9 +276,7 @@ def _restored_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _start(
-    host: EngineHost, make: Callable[[LocalClient, pb.PoolStatus, EngineHost], Made]
-) -> Made:
+def _start(host: EngineHost) -> Opened:
     """Start the engine in the background loop and wait for it."""
     client = LocalClient()
     title = f"{host.spec.pool}: imports vLLM and starts its engine in this process"
@@ -298,9 +301,12 @@ def _start(
         if replica.facts.vllm_warning:
             warnings.warn(replica.facts.vllm_warning, stacklevel=4)
     client.stub = LocalStub(LabServicer(host))
-    pool = make(client, snapshot, host)
+    return client, snapshot, host
+
+
+def claim(pool: Any) -> None:
+    """The engine that was started is this pool's."""
     _open[0] = pool
-    return pool
 
 
 def _end_later(client: LocalClient, host: EngineHost) -> None:

@@ -18,14 +18,14 @@ from jvlab._errors import (
     LabNotFound,
     UnknownName,
 )
-from jvlab._names import own_name
+from jvlab._names import check_name, own_name
 from jvlab._tracebacks import brief
 from jvlab.gateway._serve import GatewayOptions
 from jvlab.lab import _script_end
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
 from jvlab.lab._pool import Pool
 from jvlab.record._events import runs
-from jvlab.record._record import calls_of
+from jvlab.record._record import Record, calls_of
 from jvlab.sync._connections import Connections, ConnectOptions, check_pool
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._channels import (
@@ -35,6 +35,10 @@ from jvlab.wire._channels import (
     join_line,
     write_private,
 )
+from jvlab.wire._client import Client
+from jvlab.wire._security import Tls, is_loopback
+from jvlab.wire.processes._identity import Identity
+from jvlab.wire.processes._labs import LabInfo, find_lab, kill_tree, list_labs
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -42,7 +46,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from jvlab.gateway.cluster._ray import RayCluster
-    from jvlab.record._record import Record
     from jvlab.sync._link import Link
     from jvlab.sync._publish import Follower
     from jvlab.views._cards import ProcessRow
@@ -113,8 +116,6 @@ class LabPlots:
         self._client = client
 
     def _record(self, run: Any) -> Record:
-        from jvlab.record._record import Record
-
         if run is None:
             found = runs.get(self._client, [])
             if not found:
@@ -219,14 +220,12 @@ class Lab:
         address: str | None = None,
         name: str | None = None,
     ) -> None:
-        from jvlab._names import check_name
         from jvlab.gateway import _launcher
-        from jvlab.wire import _security
 
         if name is not None:
             check_name("lab", name)
 
-        pair = _security.Tls(*tls) if tls else None
+        pair = Tls(*tls) if tls else None
         self._ends_with_script = lease is None and not _script_end.in_session()
         lease = _script_end.default_lease(cluster) if lease is None else lease
         _script_end.unwind_at_sigterm()
@@ -262,8 +261,6 @@ class Lab:
         To one on another host belongs the certificate that it shows: `fingerprint="sha256:…"`, which it printed and
         `lab.join_line` has, or `tls_ca`, the file of the certificate or its CA. If another is shown, no token is sent.
         """
-        from jvlab.wire.processes._labs import find_lab
-
         deadline = Deadline.of(timeout)
         if address is None and token is not None:
             raise ConfigError(
@@ -297,8 +294,6 @@ class Lab:
     @classmethod
     def list(cls) -> builtins.list[LabInfo]:
         """Your running labs, newest first: name, state, pools, holders. `jvlab ps` prints the same."""
-        from jvlab.wire.processes._labs import list_labs
-
         return list_labs()
 
     @classmethod
@@ -348,10 +343,6 @@ class Lab:
         trust: Trust,
         deadline: Deadline | None = None,
     ) -> None:
-        from jvlab.wire._client import Client
-        from jvlab.wire._security import is_loopback
-        from jvlab.wire.processes._identity import Identity
-
         self.address = address
         self._token = token
         self._holder = own_name()
@@ -380,6 +371,7 @@ class Lab:
         self.known_pools: dict[str, Pool] = {}
         self._connections = Connections()
         self._followers: set[Follower] = set()
+        self._held = asyncio.Event()
         self._holding = self.client.loop.submit(self._hold())
         try:
             self.client.loop.run(self._wait_held(deadline))
@@ -392,13 +384,13 @@ class Lab:
 
     async def _wait_held(self, deadline: Deadline) -> None:
         """Wait until the gateway has registered our hold."""
-        while not getattr(self, "_is_held", False):
-            if deadline.over:
-                raise GatewayUnreachable(
-                    f"the gateway at {self.address} did not confirm our hold within {deadline.seconds:g} s",
-                    remedy="is its process stopped? try again with a larger timeout= if it is only slow",
-                )
-            await asyncio.sleep(0.01)
+        try:
+            await asyncio.wait_for(self._held.wait(), deadline.left())
+        except TimeoutError:
+            raise GatewayUnreachable(
+                f"the gateway at {self.address} did not confirm our hold within {deadline.seconds:g} s",
+                remedy="is its process stopped? try again with a larger timeout= if it is only slow",
+            ) from None
 
     async def _hold(self) -> None:
         request = pb.HoldRequest(holder=self._holder)
@@ -407,7 +399,7 @@ class Lab:
         open_stream = lambda: self.client.stub.Hold(
             request, timeout=LONGEST, metadata=metadata
         )
-        await self.client.follow(open_stream, lambda _: setattr(self, "_is_held", True))
+        await self.client.follow(open_stream, lambda _: self._held.set())
 
     @property
     def _starts_here(self) -> bool:
@@ -674,9 +666,6 @@ class Lab:
 
     def close(self, timeout: float = 30.0) -> None:
         """End every pool and the gateway; what has not ended within the timeout is killed."""
-        from jvlab.wire.processes._identity import Identity
-        from jvlab.wire.processes._labs import kill_tree
-
         deadline = Deadline.of(timeout)
         if self._closed:
             return
@@ -722,12 +711,6 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Lab:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
 
     def __repr__(self) -> str:
         state = "detached" if self._detached else "closed" if self._closed else "open"

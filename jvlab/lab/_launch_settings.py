@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from jvlab._errors import ConfigError, UnknownName, Unsupported
+from jvlab._files import Plain
 from jvlab._names import check_name
-from jvlab.gateway._routing import POLICIES
+from jvlab.gateway._routing import check_policy
+from jvlab.layout._checkpoint import expert_count, read_config
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire.processes._pool_spec import (
     MAX_REPLICAS,
@@ -25,7 +27,7 @@ from jvlab.wire.processes._pool_spec import (
 # Options as fields of a request.
 
 
-def launch_fields(http: bool | int, key: bool = False) -> dict[str, Any]:
+def launch_fields(http: bool | int, key: bool = False) -> Plain:
     """`launch(http=...)` as request fields: True takes a free port, a number that port."""
     if isinstance(http, bool):
         return {"http": http, "http_key": key}
@@ -37,17 +39,7 @@ def launch_fields(http: bool | int, key: bool = False) -> dict[str, Any]:
     return {"http": True, "http_port": http, "http_key": key}
 
 
-def check_routing(routing: str | None) -> None:
-    if routing is not None and routing not in POLICIES:
-        names = ", ".join(map(repr, POLICIES))
-        raise ConfigError(
-            f"routing={routing!r} is not known",
-            remedy=f"one of {names}",
-            routing=routing,
-        )
-
-
-def place_fields(place: str | dict[str, Any] | None) -> dict[str, Any]:
+def place_fields(place: str | Plain | None) -> Plain:
     """`launch(place=...)` as request fields."""
     if place is None:
         return {}
@@ -77,7 +69,7 @@ ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 ELASTIC = "cuda_async"
 
 
-def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def engine_arguments(given: Plain) -> Plain:
     """The engine's arguments: its share of the GPU, and sleep mode, so that `pool.sleep` can free it."""
     return {"gpu_memory_utilization": ENGINE_SHARE, "enable_sleep_mode": True, **given}
 
@@ -100,7 +92,10 @@ def share_card(engine: float) -> None:
         if not os.environ.get(FRACTION) and not os.environ.get(OLD_FRACTION):
             os.environ[FRACTION] = str(share)
         os.environ.setdefault(ALLOCATOR, ELASTIC)
-        _allocate_share()
+        # allocate the share now, at the first array: the engine measures free memory while it starts
+        import jax
+
+        jax.block_until_ready(jax.numpy.zeros(1))
         return
     import jax
 
@@ -121,13 +116,6 @@ def share_card(engine: float) -> None:
         taken=taken,
         total=total,
     )
-
-
-def _allocate_share() -> None:
-    """Make JAX allocate its share now (at its first array): the engine measures free memory while it starts."""
-    import jax
-
-    jax.block_until_ready(jax.numpy.zeros(1))
 
 
 def give_back() -> None:
@@ -173,7 +161,7 @@ class EngineSettings:
 
     model: str  # resolved
     device: str
-    engine: dict[str, Any]
+    engine: Plain
     env: dict[str, str]
     limits: dict[str, int]
 
@@ -206,16 +194,16 @@ class LaunchArguments(TypedDict, total=False):
     tensor_parallel: int
     load: str
     device: str
-    engine: dict[str, Any] | None
+    engine: Plain | None
     env: dict[str, str] | None
     name: str | None
     colocate: bool
     routing: str
     deterministic: bool
-    speculative: dict[str, Any] | None
+    speculative: Plain | None
     http: bool | int
     http_key: bool
-    place: str | dict[str, Any] | None
+    place: str | Plain | None
     limits: Mapping[str, int | None] | None
     restarts: int
 
@@ -229,16 +217,16 @@ class LaunchOptions:
     tensor_parallel: int = 1
     load: str = "auto"
     device: str = "auto"
-    engine: dict[str, Any] | None = None
+    engine: Plain | None = None
     env: dict[str, str] | None = None
     name: str | None = None
     colocate: bool = False
     routing: str = "least"
     deterministic: bool = False
-    speculative: dict[str, Any] | None = None
+    speculative: Plain | None = None
     http: bool | int = False
     http_key: bool = False
-    place: str | dict[str, Any] | None = None
+    place: str | Plain | None = None
     limits: Mapping[str, int | None] | None = None
     restarts: int = RESTARTS
 
@@ -296,11 +284,11 @@ class LaunchOptions:
 
         if self.load not in ("auto", "dummy"):
             raise ConfigError(f"load must be 'auto' or 'dummy', not {self.load!r}")
-        check_routing(self.routing)
+        check_policy(self.routing)
         bounds = _limits.check_given(self.limits)
         path = models.resolve(self.model)
         device = resolve_device(self.device)
-        latent = self.deterministic and _latent_attention(path)
+        latent = self.deterministic and "kv_lora_rank" in _config_of(path)
         engine, env = _determinism.launch_settings(
             device, self.engine, self.env, self.deterministic, self.speculative, latent
         )
@@ -316,7 +304,11 @@ class LaunchOptions:
                 **given,
                 "head_dtype": str(arguments.pop("head_dtype")),
             }
-        if device == "cpu" and arguments.get("enable_lora") and _has_experts(path):
+        if (
+            device == "cpu"
+            and arguments.get("enable_lora")
+            and expert_count(_config_of(path)) > 1
+        ):
             raise Unsupported(
                 "vLLM 0.32.0 cannot adapt a model with experts on a CPU: without Triton it dies at the first token",
                 remedy="launch without enable_lora and sync link.sync(policy.merge().params), or use a GPU",
@@ -325,7 +317,7 @@ class LaunchOptions:
         if (
             arguments.get("enable_return_routed_experts")
             and os.path.isdir(path)
-            and not _has_experts(path)
+            and expert_count(_config_of(path)) <= 1
         ):
             raise ConfigError(
                 "enable_return_routed_experts, but the model has no experts",
@@ -379,18 +371,9 @@ def check_restarts(restarts: Any) -> None:
         )
 
 
-def _has_experts(model: str) -> bool:
-    """Whether a local model is a mixture of experts; False for a hub id."""
-    from jvlab.layout._checkpoint import expert_count, read_config
-
-    return os.path.isdir(model) and expert_count(read_config(model)) > 1
-
-
-def _latent_attention(model: str) -> bool:
-    """Whether a local model uses multi-head latent attention; False for a hub id."""
-    from jvlab.layout._checkpoint import read_config
-
-    return os.path.isdir(model) and "kv_lora_rank" in read_config(model)
+def _config_of(model: str) -> Plain:
+    """The config of a local model; empty for a hub id."""
+    return read_config(model) if os.path.isdir(model) else {}
 
 
 def resolve_device(device: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from jvlab._errors import ConfigError
+from jvlab._files import Plain
 
 HELP = """%jv status                      every lab, pool and link in this notebook, asked now
 %jv sync [params] [mode=staged] bring parameters into the engines by the one link; default: the one policy's
@@ -22,7 +23,6 @@ one prompt per line             completions below, as a RolloutBatch; -o also ke
 
 A word is taken for a variable where one of that name exists; elsewhere name=value, as in Python."""
 COMMANDS = ("status", "sync", "bisect", "help")
-COMMON = ("n=", "max_tokens=", "temperature=", "top_p=", "seed=", "stop=", "-o")
 
 
 class MagicError(ConfigError):
@@ -81,12 +81,12 @@ class JvMagics(Magics):
     # Finding ------------------------------------------------------------------------------------------------------
 
     @property
-    def _namespace(self) -> dict[str, Any]:
+    def _namespace(self) -> Plain:
         shell = self.shell
         assert shell is not None  # magics always have one
         return shell.user_ns
 
-    def _every(self, kind: str) -> dict[str, Any]:
+    def _every(self, kind: str) -> Plain:
         """Variable -> object of that kind, each object once, without IPython's own names (_, _1)."""
         wanted = _kind(kind)
         seen = set()
@@ -197,40 +197,6 @@ class JvMagics(Magics):
             next(iter(policies.values())) if len(policies) == 1 else None,
         )
 
-    # Completion ---------------------------------------------------------------------------------------------------
-
-    def complete_jv(self, _shell: Any, event: Any) -> list[str]:
-        """Complete commands, then their arguments."""
-        words = event.text_until_cursor.split()
-        if len(words) < 2 or (
-            len(words) == 2 and not event.text_until_cursor.endswith(" ")
-        ):
-            return list(COMMANDS)
-        if words[1] == "sync":
-            return [
-                *self._every("Policy"),
-                "mode=",
-                "verify=",
-                "pause=",
-                "kv=",
-                "nonfinite=",
-            ]
-        return []
-
-    def complete_rollout(self, _shell: Any, event: Any) -> list[str]:
-        """Complete pools and their sampling parameters."""
-        pools = self._every("Pool")
-        facts = [
-            r.facts
-            for pool in pools.values()
-            for r in pool.snapshot.replicas
-            if r.HasField("facts")
-        ]
-        known = sorted(
-            {f"{name}=" for each in facts for name in each.sampling_names} - set(COMMON)
-        )
-        return [*pools, *COMMON, *known]
-
 
 def _kind(name: str) -> type:
     import jvlab
@@ -238,7 +204,7 @@ def _kind(name: str) -> type:
     return getattr(jvlab, name)
 
 
-def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
+def _parse(line: str) -> tuple[list[str], Plain, str]:
     """(words, name=value pairs, the name after -o); values are Python literals, or else text."""
     try:
         parts = shlex.split(line, posix=True)
@@ -247,7 +213,7 @@ def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
             f"{line!r}: {error}", remedy="close the quotation mark"
         ) from error
     words: list[str] = []
-    options: dict[str, Any] = {}
+    options: Plain = {}
     keep = ""
     while parts:
         part = parts.pop(0)
@@ -270,8 +236,5 @@ def _parse(line: str) -> tuple[list[str], dict[str, Any], str]:
 
 
 def load(shell: Any) -> None:
-    """Register the magics and their completion."""
-    magics = JvMagics(shell)
-    shell.register_magics(magics)
-    shell.set_hook("complete_command", magics.complete_jv, str_key="%jv")
-    shell.set_hook("complete_command", magics.complete_rollout, str_key="%%rollout")
+    """Register the magics."""
+    shell.register_magics(JvMagics(shell))

@@ -34,15 +34,18 @@ from jvlab._names import LostNote, check_name, own_name
 from jvlab._progress import Progress
 from jvlab._tracebacks import brief
 from jvlab.engine import _vllm
+from jvlab.gateway._routing import check_policy
 from jvlab.lab import _adapters, _launch_settings, _prompts
 from jvlab.lab._in_process import (
     INSTEAD,
     EngineHost,
+    claim,
     open_pool,
     refuse_restarts,
     release,
 )
 from jvlab.lab._launch_settings import LaunchArguments, LaunchOptions, shows_options
+from jvlab.lab._session import Session, Sessions, open_sessions
 from jvlab.record._batch import RolloutBatch, Scores
 from jvlab.record._events import RolloutTally, ScoreEvent, clock, note
 from jvlab.record._sample import Sample
@@ -52,13 +55,21 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import Client, Stream
 from jvlab.wire._limits import Asked, Limits
 from jvlab.wire._local_calls import LocalClient
-from jvlab.wire._pool_summary import absent, out_of_sight, waiting_for
+from jvlab.wire._pool_summary import (
+    LEAVING,
+    absent,
+    model_name,
+    out_of_sight,
+    pool_health,
+    pool_summary,
+    staying,
+    waiting_for,
+)
 from jvlab.wire._sync_words import CHOICES
 from jvlab.wire.processes._pool_spec import MAX_REPLICAS
 
 if TYPE_CHECKING:
     from jvlab.lab._determinism import DeterminismReport
-    from jvlab.lab._session import Session, Sessions
     from jvlab.layout._types import CheckpointTensor, RankLayout
     from jvlab.sync._link import Link
     from jvlab.views.panels._live import Panel
@@ -73,7 +84,6 @@ LOOK_SECONDS = 0.5  # between two looks at what a call waits for
 SILENT_SECONDS = 1.0  # without a result, until a bar says what is waited for
 RATE_SECONDS = 2.0  # between two questions for a pool's tokens/s
 STAGES = ("process", "weights", "warm-up", "ready")
-LEAVING = (pb.DRAINING, pb.CLOSED)  # states of replicas that `scale` removes
 
 
 class Pool:
@@ -108,7 +118,8 @@ class Pool:
         """
         asked = LaunchOptions.of("Pool.in_process", model, options)
         refuse_restarts(options.get("restarts", 0))
-        pool = open_pool(InProcessPool, asked)
+        pool = InProcessPool(*open_pool(asked))
+        claim(pool)
         pool.colocated = asked.colocate
         return pool
 
@@ -209,9 +220,10 @@ class Pool:
                 done()
                 and (not confirm or (self._gateway_answers(deadline, bar) and done()))
             ):
+                stages = [r.stage for r in staying(self.snapshot)]
                 bar.to(
                     min(
-                        (_stage_number(r) for r in _staying(self.snapshot)),
+                        (STAGES.index(s) if s in STAGES else 0 for s in stages),
                         default=0,
                     )
                 )
@@ -250,11 +262,11 @@ class Pool:
         request = pb.PoolRequest(pool=self.name)
 
         async def ask() -> pb.PoolStatus:
-            call = self.client.begin("Status", request, deadline=Deadline(seconds))
             waited = round(deadline.seconds - deadline.left() + seconds, 1)
-            return await self.client.guard(
-                call, f"waiting for pool {self.name!r}", waited
-            )
+            with self.client.translating(f"waiting for pool {self.name!r}", waited):
+                return await self.client.begin(
+                    "Status", request, deadline=Deadline(seconds)
+                )
 
         self.renew(self.client.loop.run(ask()))
 
@@ -298,29 +310,25 @@ class Pool:
                     replica.log_tail,
                     here=not replica.elsewhere,
                 )
-        return all(
-            replica.state == pb.READY
-            for replica in snapshot.replicas
-            if replica.state not in LEAVING
-        )
+        return all(replica.state == pb.READY for replica in staying(snapshot))
 
     def facts(self, timeout: float | Deadline = 900.0) -> pb.EngineFacts:
         """The engine's facts; waits for the pool if it is still starting."""
-        found: list[pb.EngineFacts] = []
 
-        def up() -> bool:
+        def up() -> list[pb.EngineFacts]:
             snapshot = self.snapshot
-            found[:] = [
+            found = [
                 r.facts
                 for r in snapshot.replicas
                 if r.state == pb.READY and not snapshot.closed
             ]
             if not found:
                 self._all_ready()  # raises if none will become ready
-            return bool(found)
+            return found
 
-        if not up():
-            self._wait_until(Deadline.of(timeout), None, up)
+        deadline = Deadline.of(timeout)
+        while not (found := up()):
+            self._wait_until(deadline, None, up)
         return found[0]
 
     # Generate -----------------------------------------------------------------------------------------------------
@@ -343,7 +351,8 @@ class Pool:
         home      the replica that gets the prompts, if it still serves
         """
         self._refuse_own_stepper("generate")
-        _launch_settings.check_routing(routing)
+        if routing is not None:
+            check_policy(routing)
         least = 0  # the pool's current version
         if min_version is not None:
             remedy = "versions start with the first sync; leave it out for the pool's current one"
@@ -510,36 +519,27 @@ class Pool:
         deadline: Deadline,
     ) -> AsyncGenerator[Sample, None]:
         """Samples of one Generate call, on the client's loop; grants credit as they are consumed."""
-        import grpc
-
-        from jvlab.wire._client import translate
-
         await self.client.back(deadline)
         call = self.client.begin("Generate", deadline=deadline)
         tally = RolloutTally()
         try:
-            await call.write(pb.GenerateCall(start=start))
-            if not start.window:
-                await call.done_writing()
-            # Samples the gateway may not start before we grant credit; while there are any, it can't have finished.
-            withheld = (
-                len(start.prompts) * start.n - start.window if start.window else 0
-            )
-            async for event in call:
-                lost = event.lost
-                notes.extend(LostNote(n, lost) if lost else n for n in event.notes)
-                for message in event.samples:
-                    sample = _prompts.to_sample(message, prompts)
-                    tally.add(sample)
-                    yield sample
-                    if withheld > 0 and not call.done():
-                        withheld -= 1
-                        await call.write(pb.GenerateCall(credit=1))
-        except grpc.aio.AioRpcError as error:
-            client = self.client
-            raise translate(
-                error, "generate", deadline.seconds, client.address, client.away
-            ) from None
+            with self.client.translating("generate", deadline.seconds):
+                await call.write(pb.GenerateCall(start=start))
+                if not start.window:
+                    await call.done_writing()
+                # Samples the gateway may not start before we grant credit; while there are any, it can't have finished.
+                total = len(start.prompts) * start.n
+                withheld = total - start.window if start.window else 0
+                async for event in call:
+                    lost = event.lost
+                    notes.extend(LostNote(n, lost) if lost else n for n in event.notes)
+                    for message in event.samples:
+                        sample = _prompts.to_sample(message, prompts)
+                        tally.add(sample)
+                        yield sample
+                        if withheld > 0 and not call.done():
+                            withheld -= 1
+                            await call.write(pb.GenerateCall(credit=1))
         finally:
             call.cancel()
             note(self.client, *tally.events())
@@ -725,16 +725,12 @@ class Pool:
         self, prompt: Any, *, routing: str | None = None, **sampling: Any
     ) -> Session:
         """A multi-turn session with one replica: `s.generate(8)`, `s.append(observation)`, `s.generate(8)`, ..."""
-        from jvlab.lab._session import Session
-
         return Session(self, prompt, sampling, routing=routing)
 
     def sessions(
         self, prompts: Any, n: int = 1, *, routing: str | None = None, **sampling: Any
     ) -> Sessions:
         """`n` sessions for each prompt, whose turns run concurrently: `group.generate(8)`."""
-        from jvlab.lab._session import open_sessions
-
         return open_sessions(self, prompts, n, routing, sampling)
 
     def check_determinism(
@@ -883,8 +879,6 @@ class Pool:
 
     def status(self, *, timeout: float | Deadline = 30.0) -> dict[str, Any]:
         """One fresh snapshot: replicas with state, version, requests in flight, KV use, prefix hit rate, tokens/s."""
-        from jvlab.wire._pool_summary import pool_summary
-
         return pool_summary(self._refresh(Deadline.of(timeout)))
 
     def _refresh(self, deadline: Deadline) -> pb.PoolStatus:
@@ -1034,7 +1028,7 @@ class Pool:
         self.renew(self.client.call("Scale", order, deadline))
         if not wait:
             return self
-        while leaving := [r for r in self.snapshot.replicas if r.state in LEAVING]:
+        while leaving := [r for r in self.snapshot.replicas if r.stage in LEAVING]:
             if self.snapshot.closed:
                 break  # `wait` says why
             if deadline.over:
@@ -1068,12 +1062,6 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -1126,7 +1114,7 @@ class Pool:
     @property
     def replicas(self) -> int:
         """The number of replicas, without those that are leaving."""
-        return len(_staying(self.snapshot))
+        return len(staying(self.snapshot))
 
     def __repr__(self) -> str:
         return _faces.draw(self, "text")
@@ -1142,14 +1130,9 @@ class Pool:
         self.panel()
 
 
-def _staying(snapshot: pb.PoolStatus) -> list[pb.ReplicaStatus]:
-    """The replicas that are not leaving; of a closed pool, all it had."""
-    return [r for r in snapshot.replicas if snapshot.closed or r.state not in LEAVING]
-
-
 def _not_ready(snapshot: pb.PoolStatus) -> str:
     """The replicas that are not ready, and the stage of each."""
-    late = [r for r in _staying(snapshot) if r.state != pb.READY]
+    late = [r for r in staying(snapshot) if r.state != pb.READY]
     words = [
         f"{r.replica}, which is at {r.stage}" + (f" ({r.cause})" if r.cause else "")
         for r in late
@@ -1157,13 +1140,9 @@ def _not_ready(snapshot: pb.PoolStatus) -> str:
     return "; ".join(words) or f"a replica of {snapshot.pool}"
 
 
-def _stage_number(replica: pb.ReplicaStatus) -> int:
-    return STAGES.index(replica.stage) if replica.stage in STAGES else 0
-
-
 def _stage_text(snapshot: pb.PoolStatus) -> str:
     """The pool's name; with replicas in different stages, also the stage of each."""
-    stages = [replica.stage for replica in _staying(snapshot)]
+    stages = [replica.stage for replica in staying(snapshot)]
     if len(set(stages)) <= 1:
         return snapshot.pool
     return f"{snapshot.pool}: " + ", ".join(
@@ -1227,9 +1206,7 @@ class InProcessPool(Pool):
             if self.client.loop.stopping:
                 return
             self._connections.close()
-            if not self.snapshot.closed:
-                self.client.call("ClosePool", pb.PoolRequest(pool=self.name), deadline)
-                self.forget("close() was called")
+            super().close(deadline)
             try:
                 self.client.loop.run(self._host.tear_down())
             finally:
@@ -1240,8 +1217,6 @@ class InProcessPool(Pool):
         return self
 
     def __repr__(self) -> str:
-        from jvlab.wire._pool_summary import model_name, pool_health
-
         now = self.snapshot
         return f"Pool({now.pool!r}, {model_name(now)!r}, in process on {now.device}, {pool_health(now)[0]})"
 

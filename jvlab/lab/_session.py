@@ -41,7 +41,6 @@ class SessionStats:
     given_tokens: int  # prompt and observations
     prompt_tokens: int
     cached_tokens: int
-    prefill_seconds: float  # from when the engine schedules a turn to its first token
     seconds_per_prefill_token: float
     moves: int  # turns on a different replica than the one before
     versions: tuple[int, ...]
@@ -56,7 +55,6 @@ class SessionStats:
             given_tokens=sum(len(s.token_ids) - s.generated for s in sessions),
             prompt_tokens=sum(len(t.prompt_token_ids) for t in turns),
             cached_tokens=sum(t.cached_tokens for t in turns),
-            prefill_seconds=sum(map(_prefill, turns)),
             seconds_per_prefill_token=sum(
                 max(0.0, _prefill(t) - _step(t)) for t in turns
             )
@@ -66,11 +64,6 @@ class SessionStats:
             ),
             versions=tuple(sorted({v for t in turns for v in t.versions.tolist()})),
         )
-
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that were not in the KV cache."""
-        return self.prompt_tokens - self.cached_tokens
 
     @property
     def hit_rate(self) -> float:

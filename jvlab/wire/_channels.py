@@ -65,11 +65,9 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def open_channel(
-    address: str, trust: Trust, max_message: int = security.MAX_MESSAGE
-) -> grpc.aio.Channel:
+def open_channel(address: str, trust: Trust) -> grpc.aio.Channel:
     """A channel on which the token may travel: plain text on this machine only."""
-    options = security.options(max_message)
+    options = security.options()
     if trust.pem:
         if trust.name:
             options.append(("grpc.ssl_target_name_override", trust.name))
@@ -79,7 +77,8 @@ def open_channel(
     if not security.is_loopback(host_of(address)):
         raise ConfigError(
             f"{address} is not on this machine: the token would cross the network in clear text",
-            remedy="give the gateway's certificate: --tls-ca FILE",
+            remedy="give the fingerprint that the gateway printed, or its certificate: --fingerprint sha256:…, "
+            "--tls-ca FILE, or these arguments of jv.Lab.attach",
             address=address,
         )
     return grpc.aio.insecure_channel(address, options=options)
@@ -123,18 +122,10 @@ def fetch_pinned(address: str, pin: str, deadline: Deadline) -> Trust:
     wanted = digest_of(pin)
     host = host_of(address)
     port = int(address.rpartition(":")[2])
-    # nothing is believed of what it shows except its digest
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
     seconds = max(deadline.within(FETCH_SECONDS), 0.001)
     try:
-        with (
-            socket.create_connection((host, port), timeout=seconds) as plain,
-            context.wrap_socket(plain) as secure,
-        ):
-            shown = secure.getpeercert(binary_form=True) or b""
+        # nothing is believed of what it shows except its digest
+        pem = ssl.get_server_certificate((host, port), timeout=seconds)
     except ssl.SSLError as error:
         raise GatewayUnreachable(
             f"{address} does not speak TLS: {error}",
@@ -145,13 +136,12 @@ def fetch_pinned(address: str, pin: str, deadline: Deadline) -> Trust:
             f"no gateway at {address}: {error}",
             remedy="does it run, and is the address right?",
         ) from error
-    if not hmac.compare_digest(hashlib.sha256(shown).digest(), wanted):
+    if not hmac.compare_digest(digest_of(fingerprint(pem)), wanted):
         raise AuthError(
             f"{address} shows another certificate than that of {pin}: no token was sent",
             remedy="paste the line that this gateway printed; if that is what you did, somebody else answers there",
             address=address,
         )
-    pem = ssl.DER_cert_to_PEM_cert(shown)
     return Trust(pem, OWN_NAME if _is_own(pem) else "")
 
 

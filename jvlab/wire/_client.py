@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Awaitable,
     Callable,
     Coroutine,
     Iterator,
@@ -41,6 +40,7 @@ from jvlab.wire._rpc_errors import LOST_REMEDY, in_words, rebuild, received
 from jvlab.wire._sync_words import CODE_ERRORS, GRACE
 
 T = TypeVar("T")
+EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 GIVE_UP_SECONDS = 30.0  # without a connection for this long, a gateway counts as gone
 QUICK_SECONDS = 30.0  # deadline of calls that only query or notify
 STOP_SECONDS = 10.0  # for what still runs when a lab is closed
@@ -209,12 +209,6 @@ class Stream(Generic[T]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> Stream[T]:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
 
 class Client:
     """A channel to one gateway, with its token on every call."""
@@ -227,7 +221,6 @@ class Client:
         address: str,
         token: str,
         trust: Trust | None = None,
-        max_message: int = security.MAX_MESSAGE,
     ) -> None:
         self.address, self.loop = address, BackgroundLoop()
         # whether the gateway is known to have ended
@@ -235,17 +228,11 @@ class Client:
         self.metadata = security.authorization(token)
         # the gateway's replies to orders that engines have carried out already
         self.owed: set[concurrent.futures.Future[Any]] = set()
-        self._max_message, self._closing = max_message, threading.Lock()
+        self._closing = threading.Lock()
         self._channel, self.stub = self.loop.run(self._open(trust or Trust()))
 
     async def _open(self, trust: Trust) -> tuple[grpc.aio.Channel, rpc.LabStub]:
-        host = self.address.rpartition(":")[0]
-        if not trust.pem and not security.is_loopback(host):
-            raise errors.ConfigError(
-                f"{self.address} is not on this machine: the token would cross the network in clear text",
-                remedy="pass fingerprint='sha256:…', which the gateway printed, or tls_ca='path to its CA certificate'",
-            )
-        channel = open_channel(self.address, trust, self._max_message)
+        channel = open_channel(self.address, trust)
         return channel, rpc.LabStub(channel)
 
     def link(self) -> LinkStream:
@@ -283,11 +270,8 @@ class Client:
         while True:
             await self.back(deadline)
             try:
-                return await self.guard(
-                    self.begin(method, request, deadline=deadline),
-                    method,
-                    deadline.seconds,
-                )
+                with self.translating(method, deadline.seconds):
+                    return await self.begin(method, request, deadline=deadline)
             except errors.GatewayUnreachable:
                 again = self.away and method in REPEATABLE
                 if not again or deadline.left() < RETRY_SECONDS:
@@ -313,26 +297,21 @@ class Client:
         asked = self.acall("Describe", pb.DescribeRequest(), seconds)
         return self.loop.submit(asked).result(seconds + 1.0)
 
-    async def guard(self, awaited: Awaitable[T], what: str, timeout: float) -> T:
-        """Await it, with gRPC's errors turned into ours."""
+    @contextlib.contextmanager
+    def translating(self, what: str, seconds: float) -> Iterator[None]:
+        """Inside, gRPC's errors are raised as ours. `what`: a method, which becomes words ("set adapter"), or words."""
         try:
-            return await awaited
+            yield
         except grpc.aio.AioRpcError as error:
-            raise translate(
-                error, spaced(what), timeout, self.address, self.away
-            ) from None
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", what).lower()
+            raise translate(error, words, seconds, self.address, self.away) from None
 
     async def gather(self, method: str, request: Any, deadline: Deadline) -> list[Any]:
         """All messages of a streaming reply."""
         await self.back(deadline)
-        try:
-            return [
-                event async for event in self.begin(method, request, deadline=deadline)
-            ]
-        except grpc.aio.AioRpcError as error:
-            raise translate(
-                error, spaced(method), deadline.seconds, self.address, self.away
-            ) from None
+        with self.translating(method, deadline.seconds):
+            call = self.begin(method, request, deadline=deadline)
+            return [event async for event in call]
 
     async def follow(
         self,
@@ -376,11 +355,6 @@ class Client:
                 self.loop.run(self._channel.close(None))
             finally:
                 self.loop.stop()
-
-
-def spaced(method: str) -> str:
-    """A method's name as words: "SetAdapter" is "set adapter"."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method).lower()
 
 
 def translate(
@@ -537,10 +511,7 @@ class LinkStream:
                 raise
             except TimeoutError:
                 self.busy = True
-                raise errors.SyncDeadline(
-                    f"the gateway at {self._client.address} did not reply to an order within {seconds:.3g} s",
-                    remedy="is its process stopped, or its machine overloaded? sync again when it answers",
-                ) from None
+                raise self._late("reply to an order", seconds) from None
             except concurrent.futures.CancelledError:
                 raise closed_here() from None
             check(reply)
@@ -577,38 +548,39 @@ class LinkStream:
             self._reading = asyncio.Lock()
         call: Any = self._call  # another thread may call close() at any time
         reading = self._reading
-        try:
-            async with asyncio.timeout(seconds + GRACE):
-                async with self._writing:
-                    await call.write(order)
-                async with reading:
-                    reply = await call.read()
-                if reply is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
-                    code = await call.code()
-                    details = await call.details()
-                    raise errors.SyncError(
-                        f"the gateway ended the link: {in_words(code, details)}",
-                        remedy="sync again: a new stream is opened",
-                    )
-        except TimeoutError:
-            raise errors.SyncDeadline(
-                f"the gateway at {self._client.address} did not answer an order of the sync within {seconds:.3g} s",
-                remedy="is its process stopped, or its machine overloaded? sync again when it answers",
-            ) from None
-        except grpc.aio.AioRpcError as error:
-            client = self._client
-            raise translate(
-                error, "link", seconds, client.address, client.away
-            ) from None
-        except asyncio.InvalidStateError:  # written to a stream that ended meanwhile
-            if self._call is not call:
-                raise closed_here() from None
-            raise self._over() from None
+        with self._client.translating("link", seconds):
+            try:
+                async with asyncio.timeout(seconds + GRACE):
+                    async with self._writing:
+                        await call.write(order)
+                    async with reading:
+                        reply = await call.read()
+                    if reply is EOF:
+                        code = await call.code()
+                        details = await call.details()
+                        raise errors.SyncError(
+                            f"the gateway ended the link: {in_words(code, details)}",
+                            remedy="sync again: a new stream is opened",
+                        )
+            except TimeoutError:
+                raise self._late("answer an order of the sync", seconds) from None
+            except (
+                asyncio.InvalidStateError
+            ):  # written to a stream that ended meanwhile
+                if self._call is not call:
+                    raise closed_here() from None
+                raise self._over() from None
         if reply.number != order.number:
             raise errors.SyncError(
                 f"reply {reply.number} to order {order.number}", remedy="sync again"
             )
         return reply
+
+    def _late(self, what: str, seconds: float) -> errors.SyncDeadline:
+        return errors.SyncDeadline(
+            f"the gateway at {self._client.address} did not {what} within {seconds:.3g} s",
+            remedy="is its process stopped, or its machine overloaded? sync again when it answers",
+        )
 
     def _over(self) -> errors.GatewayUnreachable:
         return errors.GatewayUnreachable(
@@ -696,7 +668,7 @@ class TeamStream:
         try:
             await self._call.write(pb.TeamMessage(join=join))
             # no deadline: members are silent between two syncs; `wait` has one
-            while (event := await self._call.read()) is not grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+            while (event := await self._call.read()) is not EOF:
                 if event.WhichOneof("kind") == "over":
                     why = event.over
                     break

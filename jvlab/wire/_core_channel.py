@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jvlab._errors import SyncDeadline
 from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._security import user_of
 from jvlab.wire._sync_words import (
     AFTER_VERIFY,
     BEFORE_BYTES,
@@ -36,19 +37,6 @@ from jvlab.wire._sync_words import ORDER as PHASES
 
 if TYPE_CHECKING:
     from jvlab.wire._client import LinkStream
-
-# Identifies the peer of a local socket. Abstract Unix sockets have no permissions: any local user may connect.
-
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
-
-
-def same_user(end: socket.socket) -> bool:
-    """Whether the peer runs as our own user, according to the kernel (SO_PEERCRED)."""
-    credentials = end.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-    )
-    return _CREDENTIALS.unpack(credentials)[1] == os.getuid()
-
 
 # ----------------------------------------------------------------------------------------------------
 
@@ -298,7 +286,7 @@ class CoreChannelServer:
         try:
             sent = (
                 read_exactly(end, KEY_BYTES + 1, time.monotonic() + ADMIT_SECONDS)
-                if same_user(end)
+                if user_of(end) == os.getuid()
                 else b""
             )
             if hmac.compare_digest(sent[:KEY_BYTES], self._key.encode()):

@@ -6,7 +6,6 @@ object before it sends. Defaults come from the engine's own limits; `launch(limi
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jvlab._errors import ConfigError, LimitExceeded
+from jvlab._errors import ConfigError, LimitExceeded, UnknownName
 
 # Parses JSON from callers, and rejects what a later consumer could not handle.
 
@@ -69,20 +68,11 @@ def _too_deep(what: str) -> ConfigError:
     return ConfigError(f"{what} is nested more than {MAX_DEPTH} deep", remedy=_REMEDY)
 
 
-def _exceeds_depth(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        parts = [part.values() if isinstance(part, dict) else part for part in level]
-        level = [
-            child
-            for part in parts
-            if isinstance(part, (list, type({}.values())))
-            for child in part
-        ]
-        level = [child for child in level if isinstance(child, (list, dict))]
-        if not level:
-            return False
-    return True
+def _exceeds_depth(value: Any, depth: int = MAX_DEPTH) -> bool:
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)):
+        return False
+    return not depth or any(_exceeds_depth(part, depth - 1) for part in parts)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -166,26 +156,16 @@ def check_given(given: Mapping[str, Any] | None) -> dict[str, int]:
     checked: dict[str, int] = {}
     for name, value in (given or {}).items():
         if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            hint = (
-                f"did you mean {close[0]!r}?"
-                if close
-                else f"there are: {', '.join(names)}"
-            )
-            raise ConfigError(f"there is no limit called {name!r}", remedy=hint)
+            raise UnknownName.of("limit", name, names)
         if value is None:
             checked[name] = UNLIMITED
-        elif (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or not 1 <= value <= UNLIMITED
-        ):
+        elif type(value) is int and 1 <= value <= UNLIMITED:
+            checked[name] = value
+        else:
             raise ConfigError(
                 f"limits[{name!r}] must be a whole number of at least 1, not {value!r}",
                 remedy="None for no limit",
             )
-        else:
-            checked[name] = value
     return checked
 
 
@@ -198,13 +178,9 @@ def count(value: Any) -> int:
         return int(value) if math.isfinite(value) else UNLIMITED
     if isinstance(value, str):
         text = value.strip()
-        return (
-            int(text)
-            if text.isdecimal() and len(text) < 19
-            else UNLIMITED
-            if text.isdecimal()
-            else 0
-        )
+        if not text.isdecimal():
+            return 0
+        return int(text) if len(text) < 19 else UNLIMITED
     return value if isinstance(value, int) else 0
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jvlab.wire._client import BackgroundLoop, Client
+from jvlab.wire._client import EOF, BackgroundLoop, Client
 
-EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 Code = grpc.StatusCode
 
 

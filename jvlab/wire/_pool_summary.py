@@ -10,15 +10,39 @@ from jvlab._states import State, state, worst
 from jvlab.wire import jvlab_pb2 as pb
 
 LEAVING = ("draining", "closed")  # after pool.scale: no longer part of the pool
+# fields of a replica, and of its stats, that a summary has by their own names
+OF_REPLICA = (
+    "pid",
+    "epoch",
+    "served",
+    "dirty",
+    "stale",
+    "beat_age",
+    "restarts",
+    "restarts_left",
+    "awaited",
+)
+OF_STATS = (
+    "running",
+    "waiting",
+    "kv_use",
+    "tokens_per_s",
+    "generated_tokens",
+    "paused",
+    "sleeping",
+)
+
+
+def staying(snapshot: Any) -> list[Any]:
+    """The replicas that are not leaving; of a closed pool, all it had."""
+    return [r for r in snapshot.replicas if snapshot.closed or r.stage not in LEAVING]
 
 
 def pool_state(snapshot: Any) -> str:
     """One word for the whole pool."""
     if snapshot.closed:
         return "closed"
-    stages = [
-        replica.stage for replica in snapshot.replicas if replica.stage not in LEAVING
-    ]
+    stages = [replica.stage for replica in staying(snapshot)]
     leaving = len(snapshot.replicas) - len(stages)
     leaves = f", {leaving} draining" if leaving else ""
     if all(stage == "ready" for stage in stages):
@@ -50,35 +74,21 @@ def pool_summary(snapshot: Any) -> dict[str, Any]:
             {
                 "replica": r.replica,
                 "state": r.stage,
-                "pid": r.pid,
-                "epoch": r.epoch,
                 "version": s.weight_version,
                 "health": replica_health(r, snapshot.sync)[0],
                 "ready": is_well(r, snapshot.sync),
                 "in_flight": r.routed,
-                "served": r.served,
-                "running": s.running,
-                "waiting": s.waiting,
-                "kv_use": s.kv_use,
                 "prefix_hit_rate": s.prefix_hits / s.prefix_queries
                 if s.prefix_queries
                 else 0.0,
-                "tokens_per_s": s.tokens_per_s,
-                "generated_tokens": s.generated_tokens,
-                "paused": s.paused,
-                "sleeping": s.sleeping,
-                "dirty": r.dirty,
-                "stale": r.stale,
-                "beat_age": r.beat_age,
                 "cause": r.cause or None,
-                "restarts": r.restarts,
-                "restarts_left": r.restarts_left,
-                "awaited": r.awaited,
                 "deaths": list(r.deaths),
                 "acceptance_rate": _accepted([r]),
                 "http_url": r.facts.http_url or None,
                 "adapters": {a.name: a.version for a in s.adapters},
             }
+            | {name: getattr(r, name) for name in OF_REPLICA}
+            | {name: getattr(s, name) for name in OF_STATS}
         )
     queries = sum(r.stats.prefix_queries for r in snapshot.replicas)
     hits = sum(r.stats.prefix_hits for r in snapshot.replicas)
@@ -219,20 +229,16 @@ def pool_health(snapshot: Any, lost: bool = False) -> tuple[str, State]:
     if snapshot.closed:
         found = state("gone" if lost else "closed")
         return ("gone with its gateway" if lost else found.words), found
-    staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
-    found = worst([replica_state(r, snapshot.sync).name for r in staying])
+    here = staying(snapshot)
+    found = worst([replica_state(r, snapshot.sync).name for r in here])
     text = pool_state(snapshot)
-    if found.name == "ready" or any(r.stage != "ready" for r in staying):
+    if found.name == "ready" or any(r.stage != "ready" for r in here):
         return text, found
-    count = sum(replica_state(r, snapshot.sync).name == found.name for r in staying)
-    words = next(
-        replica_health(r, snapshot.sync)[0]
-        for r in staying
-        if replica_state(r, snapshot.sync) == found
-    )
-    return (
-        words if count == len(staying) else f"{count} of {len(staying)} {words}"
-    ), found
+    worse = [r for r in here if replica_state(r, snapshot.sync) == found]
+    words = replica_health(worse[0], snapshot.sync)[0]
+    if len(worse) < len(here):
+        words = f"{len(worse)} of {len(here)} {words}"
+    return words, found
 
 
 def waiting_for(snapshot: Any, me: str = "") -> str:
@@ -247,20 +253,18 @@ def waiting_for(snapshot: Any, me: str = "") -> str:
         return f"{snapshot.pool} was paused by {who(snapshot.paused_by)}; pool.resume() lets it continue"
     if snapshot.asleep_by:
         return f"{snapshot.pool} was put to sleep by {who(snapshot.asleep_by)}; pool.wake() lets it continue"
-    staying = [r for r in snapshot.replicas if r.stage not in LEAVING]
-    dirty = any(r.dirty for r in staying)
+    here = staying(snapshot)
+    dirty = any(r.dirty for r in here)
     # a staged one halts late
     if snapshot.sync == "halted" or (dirty and snapshot.sync in ("moving", "verified")):
         how = "has open in a stepper" if snapshot.stepping else "runs"
         return (
             f"a sync that {who(snapshot.trainer)} {how} ({stage_word(snapshot.sync)})"
         )
-    found = {r.replica: replica_state(r, snapshot.sync) for r in staying}
+    found = {r.replica: replica_state(r, snapshot.sync) for r in here}
     idle = all(state.name != "ready" for state in found.values())
     # with a replica that works, only those matter that hold some of the work
-    late = [
-        r for r in staying if found[r.replica].name != "ready" and (idle or r.routed)
-    ]
+    late = [r for r in here if found[r.replica].name != "ready" and (idle or r.routed)]
     back = lambda r: f", after: {r.cause}" if is_returning(r) and r.cause else ""
     return ", ".join(
         f"{r.replica} is {_words(r, found[r.replica].words)}{back(r)}" for r in late

@@ -25,25 +25,17 @@ MAX_BYTES = 4096  # of the metadata entry; gRPC rejects the whole reply if it is
 Code = grpc.StatusCode
 LOST_REMEDY = "pool.status() and pool.logs() show what happened"
 T = TypeVar("T", bound=type)
-WORDS = {
+WORDS = {  # of what gRPC itself reports
     Code.OK: "it ended",
     Code.CANCELLED: "the call was cancelled",
-    Code.UNKNOWN: "it failed for a reason it does not tell",
-    Code.INVALID_ARGUMENT: "an argument is wrong",
     Code.DEADLINE_EXCEEDED: "the time was over",
-    Code.NOT_FOUND: "there is nothing of that name",
-    Code.ALREADY_EXISTS: "it is there already",
-    Code.PERMISSION_DENIED: "it is not permitted",
     Code.RESOURCE_EXHAUSTED: "a limit was reached",
-    Code.FAILED_PRECONDITION: "it cannot be done now",
-    Code.ABORTED: "it was given up",
-    Code.OUT_OF_RANGE: "a number is out of range",
     Code.UNIMPLEMENTED: "it does not know this call; is it another version of jvlab?",
     Code.INTERNAL: "the connection failed",
     Code.UNAVAILABLE: "it is out of reach",
-    Code.DATA_LOSS: "data was lost",
     Code.UNAUTHENTICATED: "the token is wrong or missing",
 }
+UNTOLD = "it failed for a reason it does not tell"
 _CAUSES = (  # (what gRPC's text has, in words); the first that fits
     (r"refused", "nothing listens there"),
     (
@@ -216,7 +208,9 @@ def in_words(code: grpc.StatusCode, details: str | None) -> str:
     for pattern, words in _CAUSES:
         if re.search(pattern, text, re.IGNORECASE):
             return words
-    return WORDS[code] if not text or _OWN.search(text) else text
+    if text and not _OWN.search(text):
+        return text
+    return WORDS.get(code, UNTOLD)
 
 
 def received(error: grpc.aio.AioRpcError) -> RemoteError:
@@ -226,7 +220,7 @@ def received(error: grpc.aio.AioRpcError) -> RemoteError:
     )
     if entry is None:
         return RemoteError(in_words(error.code(), error.details()))
-    text = error.details() or WORDS[error.code()]
+    text = error.details() or WORDS.get(error.code(), UNTOLD)
     plain = json.loads(entry)
     remedy = str(plain["remedy"])
     kind = getattr(errors, plain["kind"], None)

@@ -6,7 +6,9 @@ import hmac
 import ipaddress
 import os
 import secrets
+import socket
 import ssl
+import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,17 +77,15 @@ class Tls:
         return grpc.ssl_server_credentials([pair])
 
 
-def options(
-    max_message: int = MAX_MESSAGE, *, keepalive: bool = True
-) -> list[tuple[str, Any]]:
+def options(*, keepalive: bool = True) -> list[tuple[str, Any]]:
     """Channel and server options: message limits, and keep-alive so that a vanished peer is noticed within a minute.
 
     Without keep-alive the system alone tells that a peer is gone. On one machine it always does, and a peer that is
     only stopped (Ctrl-Z, a debugger) keeps its connection.
     """
     return [
-        ("grpc.max_send_message_length", max_message),
-        ("grpc.max_receive_message_length", max_message),
+        ("grpc.max_send_message_length", MAX_MESSAGE),
+        ("grpc.max_receive_message_length", MAX_MESSAGE),
         ("grpc.keepalive_time_ms", 30_000 if keepalive else NEVER_MS),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -110,6 +110,18 @@ def is_bearer(given: str | bytes, expected: bytes) -> bool:
         given if isinstance(given, bytes) else given.encode("utf-8", "surrogateescape")
     )
     return hmac.compare_digest(raw, expected)
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end of a local socket, according to the kernel.
+
+    Abstract Unix sockets have no permissions: any local user may connect.
+    """
+    pid_uid_gid = struct.Struct("3i")
+    found = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, pid_uid_gid.size
+    )
+    return pid_uid_gid.unpack(found)[1]
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

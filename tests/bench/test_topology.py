@@ -156,9 +156,6 @@ def test_the_numbers_are_the_ratios_of_medians():
     assert found["grpc_vs_inprocess_ratio"] == ms["grpc"] / ms["in_process"]
     assert found["http_vs_inprocess_ratio"] == ms["http_keep_alive"] / ms["in_process"]
     assert found["overhead_ms"]["http"] == pytest.approx(ms["http"] - 10.0)
-    rates = bench._throughput(ways(), 1)["tokens_per_s"]
-    assert set(rates) == set(ms)
-    assert all(rate > 0 for rate in rates.values())
 
 
 class FakeHandle:

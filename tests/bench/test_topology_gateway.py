@@ -23,22 +23,20 @@ from tests.gateway.fake_lab import FakeLab
 
 
 def test_a_small_run():
-    found = bench.measure_gateway((1, 3), requests=40, concurrency=4, routing="prefix")
+    found = bench.run_bench_gateway((1, 3), requests=40)
     assert [row["replicas"] for row in found["rows"]] == [1, 3]
     assert found["routes_per_s"] == found["rows"][-1]["routes_per_s"] > 0
-    assert found["route_p99_ms"] >= found["route_p50_ms"] > 0
+    assert found["route_p99_ms"] > 0
     assert found["floor_routes_per_s"] == found["rows"][-1]["floor_routes_per_s"] > 0
     assert found["floor_p99_ms"] > 0
     for row in found["rows"]:
         assert row["batch_routes_per_s"] > 0
-        assert row["route_cpu_ms"] > 0
-        assert 10 < row["gateway_mib"] < 1000
 
 
 def test_a_gateway_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_side.sys, "executable", "/bin/false")
     with pytest.raises(jv.JvlabError, match="the gateway side ended with 1"):
-        bench.measure_gateway((1,), requests=1, concurrency=1)
+        bench.run_bench_gateway((1,), requests=1)
 
 
 def test_many_changes_are_watched_as_few_pictures(
@@ -110,7 +108,7 @@ def test_results_that_wait_go_into_one_message_and_notes_keep_their_place():
         def cancel(self) -> None: ...
 
     async def run(parts: int) -> list[Any]:
-        replicas = Replicas()
+        replicas: Any = Replicas()
         dispatch = Dispatch(
             replicas,
             [Item(i, {0, 1}) for i in range(parts)],

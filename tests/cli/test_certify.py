@@ -79,5 +79,7 @@ def test_an_engine_that_is_no_json_object_is_refused(
 ):
     for text in ("{", "[1]"):
         assert main(["certify", "--model", "tiny:llama", "--engine", text]) == 1
-        assert "enforce_eager" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "--engine is" in said
+        assert "objects" in said
     assert "model" not in asked, "nothing was launched"

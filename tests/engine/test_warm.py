@@ -201,7 +201,7 @@ def test_a_gateway_takes_what_it_is_given(
         tmp_path / "s", lambda request: seen.append(request) or b'{"pid": 77}'
     ) as connections:
         warm = ask(tmp_path)
-        assert (warm.pid, warm.alive) == (77, True)
+        assert warm.alive
         assert (seen[0]["key"], seen[0]["python"]) == (["cpu", True], sys.executable)
         assert seen[0]["log"] == f"{tmp_path}/warm.log"
         assert "JVLAB_TOKEN" not in seen[0]["environment"]

@@ -372,7 +372,6 @@ class FakeLab:
         self,
         folder: Path,
         lease: float = 60.0,
-        max_message: int = _security.MAX_MESSAGE,
         metrics_port: int | None = None,
         host: str = "127.0.0.1",
     ) -> None:
@@ -392,7 +391,6 @@ class FakeLab:
                 20,
                 host,
                 metrics_port=metrics_port,
-                max_message=max_message,
             )
             await _serve.serve(
                 folder, "fake", self.token, options, signals=False, make=make

@@ -261,7 +261,7 @@ class Bench(_gateway.Gateway):
             )
         status = self.pool_status("p")
         assert {r.replica: r.state for r in status.replicas} == {
-            name: _gateway.PB_STATE[r.state] for name, r in replicas.items()
+            name: pb.ReplicaState.Value(r.state.name) for name, r in replicas.items()
         }
         for said in status.replicas:
             member = machine.members.get(said.replica)

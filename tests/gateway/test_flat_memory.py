@@ -42,7 +42,7 @@ def grown(
                 stub = rpc.LabStub(channel)
                 if not replicas:
                     return await twice(stub, metadata, memory)
-                await bench._launch(stub, metadata, replicas, "least")
+                await bench._launch(stub, metadata, replicas)
                 with Side(f"{SIDE}:replicas_side", order) as simulated:
                     simulated.receive()
                     await bench._wait_ready(stub, metadata, replicas)

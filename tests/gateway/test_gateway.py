@@ -139,10 +139,12 @@ def test_prometheus_metrics_over_http_with_the_token(
 def test_oversized_message_is_refused_and_the_lab_goes_on(
     tmp_path: Path, llama: str, monkeypatch
 ):
+    monkeypatch.setattr(_security, "MAX_MESSAGE", 2**20)
+    fake = FakeLab(tmp_path)
+    monkeypatch.undo()
     monkeypatch.setattr(
         "jvlab.lab._launch_settings.resolve_device", lambda device: "cpu"
     )
-    fake = FakeLab(tmp_path, max_message=2**20)
     lab = jv.Lab.attach(fake.address, fake.token)
     try:
         pool = lab.launch(llama, name="p").wait(60)

@@ -118,4 +118,4 @@ def test_hostile_orders_to_a_host_that_offered_itself(tmp_path: Path, replica: s
     from jvlab.wire.processes._rollout_process import RolloutProcess
 
     with pytest.raises(errors.ConfigError, match="replica"):
-        RolloutProcess.of_order({"replica": replica}, tmp_path, "token")
+        RolloutProcess({"replica": replica}, tmp_path, "token")

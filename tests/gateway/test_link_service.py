@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -623,7 +622,8 @@ def test_a_pool_of_the_same_name_starts_anew(
 
 def test_a_stream_that_is_closed_while_an_answer_is_read():
     """By another thread, whose trainer process heard that one of its team failed."""
-    from jvlab.wire._client import BackgroundLoop, LinkStream
+    from jvlab.wire._client import LinkStream
+    from jvlab.wire._local_calls import LocalClient
 
     class Call:
         def done(self) -> bool:
@@ -638,10 +638,9 @@ def test_a_stream_that_is_closed_while_an_answer_is_read():
         async def read(self) -> pb.LinkReply:
             return pb.LinkReply(number=1, state="idle")
 
-    loop = BackgroundLoop()
-    client: Any = SimpleNamespace(loop=loop, address="nowhere")
+    client = LocalClient()
     stream = LinkStream(client)
     stream._call = Call()
     assert stream.steps([pb.CHECK], 30.0).state == "idle"
     assert not stream.is_open
-    loop.stop()
+    client.close()

@@ -173,13 +173,6 @@ def test_the_key_is_that_of_the_beginning(one, other, same: bool):
     assert (routing.prefix_key(one) == routing.prefix_key(other)) is same
 
 
-@pytest.mark.parametrize(
-    ("least", "names"), [(1, ["a", "b", "c"]), (4, ["b", "c"]), (5, ["c"]), (6, [])]
-)
-def test_at_least_version(least: int, names: list[str]):
-    assert routing.at_least_version({"a": 3, "b": 4, "c": 5}, least) == names
-
-
 def test_loads_keep_every_board_right_and_forget():
     loads = Loads()
     every = loads.board("p", 0, lambda: ["p/0", "p/1"])

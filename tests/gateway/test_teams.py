@@ -14,7 +14,7 @@ import pytest
 
 import jvlab as jv
 from jvlab import errors
-from jvlab.gateway._link_service import Delivery, TeamMember, TeamTable
+from jvlab.gateway._link_service import TeamMember, Teams
 from jvlab.sync._team import Team, together
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import TeamStream
@@ -27,14 +27,35 @@ LONG = 60.0
 # The table -----------------------------------------------------------------------------------------------------------
 
 
+Delivery = tuple[TeamMember, pb.TeamEvent]
+
+
+class Table(Teams):
+    """Teams that keep what they tell, and to whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Delivery] = []
+
+    def tell(self, members: list[TeamMember], event: pb.TeamEvent) -> None:
+        self.told += [(member, event) for member in members]
+
+    def after(self, work: Callable[..., Any], *args: Any) -> list[Delivery]:
+        self.told = []
+        work(*args)
+        return self.told
+
+
 def join(
-    table: TeamTable, member: int, size: int = 3, team: str = "t", name: str = ""
+    table: Table, member: int, size: int = 3, team: str = "t", name: str = ""
 ) -> tuple[TeamMember, list[Delivery]]:
-    return table.join(
+    table.told = []
+    joined = table.join(
         pb.TeamJoin(
             pool="p", team=team, member=member, size=size, name=name or f"m{member}"
         )
     )
+    return joined, table.told
 
 
 def delivered(deliveries: list[Delivery]) -> list[tuple[str, str]]:
@@ -56,12 +77,12 @@ def delivered(deliveries: list[Delivery]) -> list[tuple[str, str]]:
     return words
 
 
-def full(table: TeamTable, size: int = 3) -> list[TeamMember]:
+def full(table: Table, size: int = 3) -> list[TeamMember]:
     return [join(table, k, size)[0] for k in range(size)]
 
 
 def test_a_team_is_complete_when_every_member_is_there():
-    table = TeamTable()
+    table = Table()
     assert delivered(join(table, 2)[1]) == []
     assert delivered(join(table, 0)[1]) == [("m0", "m0,,m2")], (
         "the leader says whom it waits for"
@@ -74,54 +95,61 @@ def test_a_team_is_complete_when_every_member_is_there():
         ("m1", "complete"),
     ]
     assert delivered(join(table, 0)[1]) == [("m0", "m0,,")], "the next one forms anew"
-    assert table.leave(other) == []
+    assert table.after(table.leave, other) == []
 
 
 def test_the_leader_speaks_to_all_and_all_to_the_leader():
-    table = TeamTable()
+    table = Table()
     members = full(table)
-    assert delivered(table.deliver(members[0], b"go")) == [
+    assert delivered(table.after(table.deliver, members[0], b"go")) == [
         ("m1", "0: go"),
         ("m2", "0: go"),
     ]
-    assert delivered(table.deliver(members[2], b"done")) == [("m0", "2: done")]
-    assert delivered(table.deliver(members[2], b"bad", to_all=True)) == [
+    assert delivered(table.after(table.deliver, members[2], b"done")) == [
+        ("m0", "2: done")
+    ]
+    assert delivered(table.after(table.deliver, members[2], b"bad", True)) == [
         ("m0", "2: bad"),
         ("m1", "2: bad"),
     ]
 
 
 def test_one_that_leaves_ends_the_team_once():
-    table = TeamTable()
+    table = Table()
     members = full(table)
     over = "member 1 of 3 (m1) has gone"
-    assert delivered(table.leave(members[1])) == [("m0", over), ("m2", over)]
-    assert table.leave(members[0]) == []
-    assert table.leave(members[2]) == []
+    assert delivered(table.after(table.leave, members[1])) == [
+        ("m0", over),
+        ("m2", over),
+    ]
+    assert table.after(table.leave, members[0]) == []
+    assert table.after(table.leave, members[2]) == []
     assert delivered(join(table, 0)[1]) == [("m0", "m0,,")]
 
 
 def test_one_that_leaves_while_the_team_forms_may_come_back():
-    table = TeamTable()
+    table = Table()
     member, _ = join(table, 1)
     join(table, 0)
-    assert delivered(table.leave(member)) == [("m0", "m0,,")]
+    assert delivered(table.after(table.leave, member)) == [("m0", "m0,,")]
     join(table, 1, name="back")
     assert [text for _, text in delivered(join(table, 2)[1])] == ["complete"] * 3
 
 
 def test_a_replaced_member_leaves_quietly():
-    table = TeamTable()
+    table = Table()
     old, _ = join(table, 1, name="old")
     _, deliveries = join(table, 1, name="new")
     assert delivered(deliveries)[0] == ("old", "new joined as member 1 too, after old")
-    assert table.leave(old) == [], "and its end says nothing about the new one"
+    assert table.after(table.leave, old) == [], (
+        "and its end says nothing about the new one"
+    )
     join(table, 0)
     assert [text for _, text in delivered(join(table, 2)[1])] == ["complete"] * 3
 
 
 def test_what_is_refused():
-    table = TeamTable()
+    table = Table()
     for member, size in ((0, 1), (3, 3), (0, 0)):
         with pytest.raises(CallFailed):
             join(table, member, size)
@@ -357,4 +385,4 @@ def test_nothing_stays_when_teams_are_over(labs: list[jv.Lab], fake_lab: FakeLab
     while fake_lab.do(open_ones):
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert not fake_lab.gateway.teams.table._forming
+    assert not fake_lab.gateway.teams._forming

@@ -150,7 +150,7 @@ def test_a_busy_server_is_heard_out(monkeypatch: pytest.MonkeyPatch):
             time.sleep(0.5)
             raise errors.SyncError("another trainer has connected")
 
-    server = words.Server(Busy(), "busy")  # type: ignore[arg-type]
+    server = words.Server(Busy())  # type: ignore[arg-type]
     with pytest.raises(errors.SyncError, match="another trainer has connected"):
         server.invite(Deadline(60))
 
@@ -163,9 +163,11 @@ def test_a_server_that_never_answers_has_a_deadline():
             json.dumps(init_info)  # what HTTP would carry
             over.wait(30)
 
-    server = words.Server(Silent(), "silent")  # type: ignore[arg-type]
+    server = words.Server(Silent())  # type: ignore[arg-type]
     try:
-        with pytest.raises(errors.SyncDeadline, match="0 ranks of silent connected"):
+        with pytest.raises(
+            errors.SyncDeadline, match="0 ranks of vLLM's server connected"
+        ):
             server.invite(Deadline(0.5))
     finally:
         over.set()
@@ -184,7 +186,7 @@ def test_strangers_at_the_trainers_socket_do_not_end_a_connect():
             assert rank.receive(time.monotonic() + 60)[0] == words.END
             rank.close()
 
-    server = words.Server(Crowd(), "crowd")  # type: ignore[arg-type]
+    server = words.Server(Crowd())  # type: ignore[arg-type]
     server.invite(Deadline(120))
     assert (server.version, server.dirty) == (3, True)
     server.hang_up("done")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
@@ -169,24 +168,6 @@ def test_status_sync_bisect_help(shell: Any):
     with pytest.raises(MagicError, match="did you mean %jv status"):
         shell.run_line_magic("jv", "statsu")
     shell.user_ns.clear()
-
-
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("%jv s", {"status", "sync"}),
-        ("%jv ", set(_magics.COMMANDS)),
-        ("%jv sync pol", {"policy"}),
-        ("%%rollout max", {"max_tokens="}),
-        ("%%rollout po", {"pool"}),
-        ("%%rollout min", {"min_p="}),
-    ],
-)
-def test_completion(shell: Any, line: str, wanted: set[str]):
-    shell.user_ns.update(pool=FakePool(), policy=FakePolicy())
-    with provisionalcompleter():
-        found = {c.text for c in shell.Completer.completions(line, len(line))}
-    assert wanted <= found
 
 
 def test_loading_is_light():

@@ -416,17 +416,11 @@ def test_bridge_looks_and_steers(
 ):
     import jsonschema  # takes seconds
 
-    for path in ("/bridge/status", "/bridge/version", "/bridge/mapping"):
+    for path in ("/bridge/status", "/bridge/version"):
         reply = bridge.get(path)
         assert reply.status_code == 200, reply.text
         jsonschema.validate(reply.json(), schemas[path])
     assert bridge.get("/bridge/version").json()["replicas"] == {"web/0": 0, "web/1": 0}
-    mapped, traced = bridge.get("/bridge/mapping").json(), web.trace()
-    assert [t["name"] for t in mapped["tensors"]] == [t.name for t in traced[0].tensors]
-    assert len(mapped["ranks"][0]["copies"]) == len(traced[0].tensor)
-    first = mapped["ranks"][0]["copies"][0]
-    assert first["parameter"] == traced[0].parameters[traced[0].parameter[0]].name
-    assert first["dst_offset"] == int(traced[0].dst_offset[0])
     paused = bridge.post("/bridge/pause", json={"mode": "wait"})
     jsonschema.validate(paused.json(), schemas["/bridge/pause"])
     assert all(replica["paused"] for replica in web.status()["replicas"])

@@ -316,7 +316,7 @@ def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None
     for a, b in zip(layouts, again, strict=True):
         assert a.parameters == b.parameters
         np.testing.assert_array_equal(a.dst_offset, b.dst_offset)
-    case = {"model": "m", "config": config, "tensor_parallel": 2, "mesh": "fsdp=6"}
+    case = {"config": config, "tensor_parallel": 2, "mesh": "fsdp=6"}
     code = (
         "import sys; from jvlab.bench._side import main; main('jvlab.bench._plan:plan_side'); "
         "assert not {'torch', 'jax', 'vllm'} & set(sys.modules)"
@@ -351,10 +351,8 @@ def test_saved_layouts_plan_without_vllm(tmp_path: Path, model_dir: Any) -> None
     assert len(leaves_of(shapes, "fsdp=6")) == found["leaves"]
 
 
-def test_bench_counts_binding_and_reports_growth(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """The headline seconds are the whole way of a case; growth needs no asking."""
+def test_bench_counts_binding(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The headline seconds are the whole way of a case."""
     asked: list[tuple[str, str]] = []
 
     def measured(step: str, cases: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -374,6 +372,6 @@ def test_bench_counts_binding_and_reports_growth(
     monkeypatch.setattr(bench, "_measured", measured)
     found = bench.run_bench_plan()
     assert found["dense_405b_s"] == found["moe_671b_s"] == 5.0
-    assert set(found["cases"]) == {*bench.CASES, *bench.growth_cases()}
+    assert set(found["cases"]) == set(bench.CASES)
     assert {n for step, n in asked if step == "plan"} == set(found["cases"])
     assert "bind 2.00 s" in capsys.readouterr().out

@@ -103,7 +103,7 @@ def test_hostile_bodies_are_counted_without_an_error(content: dict[str, Any]):
 @pytest.mark.parametrize(
     ("given_limits", "word"),
     [
-        ({"m": 1}, "no limit called 'm'"),
+        ({"m": 1}, "no limit is called 'm'"),
         ({"n": 0}, "at least 1"),
         ({"n": True}, "at least 1"),
         ({"n": 2.5}, "whole"),

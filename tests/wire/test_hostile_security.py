@@ -16,7 +16,6 @@ import grpc
 import pytest
 
 import jvlab as jv
-from jvlab.gateway import _serve
 from jvlab.wire import _channels, _core_channel, _security
 from tests.gateway.fake_lab import FakeLab
 
@@ -108,8 +107,8 @@ def test_hostile_link_in_the_place_of_a_private_file(tmp_path: Path):
     written = _channels.write_private(tmp_path / "token", "secret\n")
     assert written.read_text() == "secret\n"
     assert stat.S_IMODE(written.stat().st_mode) == 0o600
-    _serve.write_lab_file(tmp_path, {"token": "secret"})
-    assert stat.S_IMODE((tmp_path / "lab.json").stat().st_mode) == 0o600
+    file = _channels.write_private(tmp_path / "lab.json", "secret")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert prey.read_text() == "before", "a secret was written through the link"
     assert not written.is_symlink()
 

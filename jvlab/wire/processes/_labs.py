@@ -6,17 +6,23 @@ import contextlib
 import os
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psutil
 
 from jvlab._deadline import check_timeout
 from jvlab._errors import ConfigError, ControlError, JvlabError, LabNotFound
 from jvlab._files import read_json_object
 from jvlab._states import badness, state
-
-if TYPE_CHECKING:
-    import psutil
+from jvlab._units import human_seconds
+from jvlab.wire import jvlab_pb2 as pb
+from jvlab.wire._client import Client
+from jvlab.wire._pool_summary import replica_state
+from jvlab.wire.processes._identity import Identity, home
+from jvlab.wire.processes._supervisor import NAME
+from jvlab.wire.processes._warm import OF_A_LAB
 
 QUERY_SECONDS = 3.0  # for a gateway's reply, after which it is shown as silent
 KILL_SECONDS = 10.0  # of a stop's timeout, at most, for killing
@@ -66,7 +72,8 @@ class LabInfo:
             if self.detached
             else f"held by {', '.join(self.holders) or 'nobody'}"
         )
-        return f"{pools or 'no pools'}; {held}; up {_age(time.time() - self.started)}; pid {self.pid}"
+        up = human_seconds(max(0.0, time.time() - self.started))
+        return f"{pools or 'no pools'}; {held}; up {up}; pid {self.pid}"
 
     def plain(self) -> dict[str, Any]:
         """For JSON, without the token."""
@@ -82,25 +89,11 @@ def _count(states: list[str]) -> str:
     return ", ".join(f"{states.count(name)} × {name}" for name in kinds)
 
 
-def _age(seconds: float) -> str:
-    minutes = seconds / 60
-    hours = seconds / 3600
-    return (
-        f"{hours:.1f} h"
-        if hours >= 1
-        else f"{minutes:.0f} min"
-        if minutes >= 1
-        else f"{max(seconds, 0):.0f} s"
-    )
-
-
 def list_labs(query: bool = True) -> list[LabInfo]:
     """The labs under this user's home, newest first. State files of dead labs are removed.
 
     query    ask each gateway what it runs; else only its state file is read
     """
-    from jvlab.wire.processes._identity import home
-
     found = []
     for file in (home() / "labs").glob("*/lab.json"):
         info = _read(file)
@@ -111,8 +104,6 @@ def list_labs(query: bool = True) -> list[LabInfo]:
 
 def _read(file: Path) -> LabInfo | None:
     """The lab of a state file; None if it is another user's, or dead: then the file is removed."""
-    from jvlab.wire.processes._identity import Identity
-
     folder = str(file.parent)
     try:
         if file.stat().st_uid != os.getuid():
@@ -133,7 +124,7 @@ def _read(file: Path) -> LabInfo | None:
     except (JvlabError, OSError, KeyError, TypeError, ValueError, OverflowError):
         return LabInfo(file.parent.name, "unreadable", folder=folder)
     if info.host != platform.node():
-        return LabInfo(**{**vars(info), "state": "elsewhere"})
+        return replace(info, state="elsewhere")
     if (
         not 0 < info.pid < 1 << 22
         or Identity(info.pid, info.host, info.started).process() is None
@@ -147,15 +138,12 @@ def _queried(info: LabInfo) -> LabInfo:
     """A running lab with what its gateway reports; "silent" if it does not reply in time."""
     if info.state != "running":
         return info
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire._client import Client
-
     client = None
     try:
         client = Client(info.address, info.token)
         status = client.call("Describe", pb.DescribeRequest(), timeout=QUERY_SECONDS)
     except ControlError:
-        return LabInfo(**{**vars(info), "state": "silent"})
+        return replace(info, state="silent")
     finally:
         if client is not None:
             client.close()
@@ -167,14 +155,11 @@ def _queried(info: LabInfo) -> LabInfo:
         "pools": {p.pool: [_state(r, p.sync) for r in p.replicas] for p in pools},
         "models": {p.pool: p.model for p in pools},
     }
-    return LabInfo(**{**vars(info), **known})
+    return replace(info, **known)
 
 
 def _state(replica: Any, sync: str) -> str:
     """One word: "starting", "failed", …; of one that is up the worst that is true, such as "dirty"."""
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire._pool_summary import replica_state
-
     return (
         replica_state(replica, sync).name
         if replica.state == pb.READY
@@ -209,8 +194,6 @@ def find_lab(name: str | None = None) -> LabInfo:
             remedy=f"jv.Lab.attach({chosen[0].name!r}); `jvlab ps` shows them, `jvlab stop NAME` ends one",
             labs=names,
         )
-    from jvlab.wire.processes._identity import home
-
     if name is not None and labs:
         text = f"no lab called {name!r} is running; there are:{listed}"
         raise LabNotFound(text, remedy="pass one of these", labs=names)
@@ -228,12 +211,6 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
     Shortly before the timeout, what is left is killed: first the gateway, whose supervisors then end their processes
     and remove temporary folders and shared memory; then the rest.
     """
-    import psutil
-
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire._client import Client
-    from jvlab.wire.processes._identity import Identity
-
     timeout = check_timeout(timeout)
     info = find_lab(name)
     started = time.monotonic()
@@ -281,10 +258,6 @@ def stop_lab(name: str, timeout: float = 30.0) -> dict[str, Any]:
 
 def processes_below(gateway: psutil.Process) -> list[psutil.Process]:
     """A gateway's descendants, and those of a warm process that `jvlab warm` forked for it, known by its log."""
-    import psutil
-
-    from jvlab.wire.processes._warm import OF_A_LAB
-
     found = gateway.children(recursive=True)
     words = gateway.cmdline()
     log = (
@@ -306,10 +279,6 @@ def kill_tree(gateway: psutil.Process) -> None:
 
     Not the supervisors: they notice, clean up what was left (shared memory) and end themselves.
     """
-    import psutil
-
-    from jvlab.wire.processes._supervisor import NAME
-
     try:
         children = processes_below(gateway)
         gateway.kill()

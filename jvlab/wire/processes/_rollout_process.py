@@ -49,37 +49,12 @@ class RolloutProcess:
 
     def __init__(
         self,
-        replica: str,
-        spec: PoolSpec,
-        index: int,
-        folder: Path,
-        gateway: str,
-        token: str,
-        warm: WarmProcesses,
-    ) -> None:
-        order = {**order_of(replica, spec, index), "gateway": gateway}
-        self._prepare(order, folder, token, warm)
-
-    @classmethod
-    def of_order(
-        cls,
         order: dict[str, Any],
         folder: Path,
         token: str,
         warm: WarmProcesses | None = None,
-    ) -> RolloutProcess:
-        """A process for an order from a gateway on another host."""
-        process = cls.__new__(cls)
-        process._prepare(order, folder, token, warm)
-        return process
-
-    def _prepare(
-        self,
-        order: dict[str, Any],
-        folder: Path,
-        token: str,
-        warm: WarmProcesses | None,
     ) -> None:
+        """`order`: as of `order_of`, with the gateway's address; on another host it came from there."""
         self.replica: str = check_replica(order["replica"])  # its log is named after it
         self.log = folder / f"{self.replica.replace('/', '-')}.log"
         self.run: int = order["run"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import getpass
 import os
 import select
@@ -44,28 +45,25 @@ SWEEP_SECONDS = 60.0  # in which an owner has locked its folder, or is dead
 
 
 def _adopt_orphans() -> None:
-    """On Linux, become the parent of orphaned descendants, so that none escapes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of orphaned descendants, so that none escapes."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def name_process(name: str) -> None:
-    """Set the name that `ps` and psutil show; on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+    """Set the name that `ps` and psutil show."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def descendants(root: int) -> list[int]:
-    """Every living process below `root`, by /proc; empty where there is no /proc."""
+    """Every living process below `root`, by /proc."""
     children: dict[int, list[int]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{name}/stat", "rb") as stat:
-                    parent = int(stat.read().rpartition(b")")[2].split(None, 2)[1])
-            except OSError:
-                continue  # it has exited
-            children.setdefault(parent, []).append(int(name))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stat:
+                parent = int(stat.read().rpartition(b")")[2].split(None, 2)[1])
+        except OSError:
+            continue  # it has exited
+        children.setdefault(parent, []).append(int(name))
     found = []
     stack = [root]
     while stack:
@@ -127,7 +125,7 @@ class Segments:
         )
 
     def update(self) -> None:
-        listed = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+        listed = set(os.listdir("/dev/shm"))
         fresh = listed - self._settled
         self._settled = self._settled & listed | self._seen & listed
         self._seen = listed
@@ -178,12 +176,10 @@ def make_locked(parent: str) -> tuple[str, int | None]:
 
 
 def lock_scratch(folder: str) -> int | None:
-    """Lock a folder for as long as this process lives; None if another one has it locked. Not on Windows."""
+    """Lock a folder for as long as this process lives; None if another one has it locked, or it is gone."""
     try:
-        import fcntl
-
         handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except (ImportError, OSError):
+    except OSError:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -24,12 +24,12 @@ import contextlib
 import json
 import os
 import socket
-import struct
 import sys
 from pathlib import Path
-from typing import Any
 
+from jvlab._files import Plain
 from jvlab.wire import _security
+from jvlab.wire._security import user_of
 from jvlab.wire.processes._identity import home
 from jvlab.wire.processes._supervisor import KILLED
 
@@ -46,14 +46,13 @@ def shared_socket() -> Path | None:
     return Path(given) if os.sep in given else home() / "warm.socket"
 
 
-def can_fork(order: dict[str, Any]) -> bool:
+def can_fork(order: Plain) -> bool:
     """Whether a fork of a warm process can carry out this order.
 
     Not with variables other than jvlab's own, which imports may have read, nor with Ray, an import of its own.
     """
     return (
-        sys.platform == "linux"
-        and os.environ.get("JVLAB_WARM", "1") != "0"
+        os.environ.get("JVLAB_WARM", "1") != "0"
         and all(name.startswith("JVLAB_") for name in order["env"])
         and order["engine"].get("distributed_executor_backend") != "ray"
         and len(json.dumps(order)) < MAX_ORDER_BYTES
@@ -65,20 +64,13 @@ def namespaces() -> list[str]:
     return [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "mnt")]
 
 
-def user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
-    return struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )[1]
-
-
 class ForkedSupervisor:
     """A supervisor forked by a warm process, with the interface of `asyncio.subprocess.Process`."""
 
     def __init__(self, stdin: int, stdout: int) -> None:
         self.pid = 0
         self.returncode: int | None = None
-        self.stdin = _Writer(stdin)
+        self.stdin = os.fdopen(stdin, "wb", 0)
         self._stdout = stdout
         self._started = False
         self._end: asyncio.Task[bytes] | None = None
@@ -111,51 +103,23 @@ class ForkedSupervisor:
             last = (await asyncio.shield(self._end)).decode().split()
             self.returncode = int(last[-1]) if last else KILLED
         self._transport.close()
+        self.stdin.close()
         return self.returncode
 
 
-class _Writer:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.closed = False
+class _Warm:
+    """A warm process: `process`, if this gateway started it; else one that `jvlab warm` forked for this gateway.
 
-    def write(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._descriptor, data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            os.close(self._descriptor)
-
-
-class _OwnWarm:
-    """A warm process that this gateway started."""
+    That one ends when the connection closes.
+    """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, connection: socket.socket
+        self,
+        connection: socket.socket,
+        process: asyncio.subprocess.Process | None = None,
     ) -> None:
+        self.connection = connection
         self._process = process
-        self.connection = connection
-        self.pid = process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.returncode is None
-
-    async def end(self) -> None:
-        self.connection.close()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()  # no deadline: it was killed
-
-
-class _SharedWarm:
-    """A warm process that `jvlab warm` forked for this gateway. It ends when the connection closes."""
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid = pid
-        self.connection = connection
 
     @property
     def alive(self) -> bool:
@@ -169,6 +133,10 @@ class _SharedWarm:
 
     async def end(self) -> None:
         self.connection.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()  # no deadline: it was killed
 
 
 class WarmProcesses:
@@ -180,11 +148,9 @@ class WarmProcesses:
     def __init__(self, folder: Path, joined: bool = False) -> None:
         self._folder, self._starting = folder, asyncio.Lock()
         self._joined = joined
-        self._known: dict[tuple[str, bool], _OwnWarm | _SharedWarm] = {}
+        self._known: dict[tuple[str, bool], _Warm] = {}
 
-    async def fork(
-        self, order: dict[str, Any], log: Path, grace: float
-    ) -> ForkedSupervisor:
+    async def fork(self, order: Plain, log: Path, grace: float) -> ForkedSupervisor:
         """A supervisor for this order, forked as soon as the imports are done. Raises OSError if that fails."""
         async with self._starting:
             connection = await self._connection(order)
@@ -206,7 +172,7 @@ class WarmProcesses:
         await supervisor.connect()
         return supervisor
 
-    async def _connection(self, order: dict[str, Any]) -> socket.socket:
+    async def _connection(self, order: Plain) -> socket.socket:
         """The socket of the warm process for this order, which is started if there is none."""
         # for a local model, vLLM is imported with the hub switched off
         key = order["device"], Path(order["model"]).is_dir()
@@ -221,7 +187,7 @@ class WarmProcesses:
         self._known[key] = known
         return known.connection
 
-    async def _ask(self, key: tuple[str, bool]) -> _SharedWarm | None:
+    async def _ask(self, key: tuple[str, bool]) -> _Warm | None:
         """The one that `jvlab warm` forks for us; None if it does not run or refuses, which is logged."""
         path = shared_socket()
         loop = asyncio.get_running_loop()
@@ -247,16 +213,14 @@ class WarmProcesses:
                     raise PermissionError(f"it belongs to user {user}")
                 await loop.sock_sendall(connection, json.dumps(request).encode())
                 received = await loop.sock_recv(connection, MAX_ORDER_BYTES)
-                reply: dict[str, Any] = json.loads(
-                    received or b'{"refused": "it ended"}'
-                )
+                reply: Plain = json.loads(received or b'{"refused": "it ended"}')
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
             reply = {"refused": str(error) or type(error).__name__}
         except BaseException:  # cancelled
             connection.close()
             raise
         if "pid" in reply:
-            return _SharedWarm(reply["pid"], connection)
+            return _Warm(connection)
         connection.close()
         with (self._folder / "warm.log").open("a") as log:
             log.write(
@@ -264,7 +228,7 @@ class WarmProcesses:
             )
         return None
 
-    async def _start(self, order: dict[str, Any]) -> _OwnWarm:
+    async def _start(self, order: Plain) -> _Warm:
         """Start our own; it imports vLLM first."""
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)
@@ -283,11 +247,7 @@ class WarmProcesses:
         finally:
             os.close(log)
             theirs.close()
-        return _OwnWarm(process, connection)
-
-    @property
-    def pids(self) -> list[int]:
-        return [warm.pid for warm in self._known.values() if warm.alive]
+        return _Warm(connection, process)
 
     async def close(self) -> None:
         for warm in self._known.values():
