@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -228,9 +229,14 @@ class Gateway:
         """Start it, and pass on what it reports."""
         name = process.replica
         run = process.run
+
+        def exited(cause: str, tail: str) -> None:
+            self.handle(reg.ProcessExited(name, cause, tail, run))
+            with suppress(reg.Refused):  # its pool is closed
+                self.agents.restart_for_agent(name)
+
         await process.start(
-            lambda pid: self.handle(reg.ProcessStarted(name, pid, run)),
-            lambda cause, tail: self.handle(reg.ProcessExited(name, cause, tail, run)),
+            lambda pid: self.handle(reg.ProcessStarted(name, pid, run)), exited
         )
 
     def _make_process(self, replica: str, spec: reg.PoolSpec) -> ReplicaProcess:

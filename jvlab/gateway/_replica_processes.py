@@ -250,8 +250,7 @@ class Agents:
             ):
                 process.exited("its host's process was restarted")
             # one that is restarting takes this agent as soon as its back-off is over
-            if known.state is reg.ReplicaState.FAILED:
-                self._restart(reg.pool_of(name), name)
+            self.restart_for_agent(name)
         self.match()
         if (
             agent in self._idle
@@ -263,6 +262,14 @@ class Agents:
             ):
                 return  # `match` is called again for each of those
             self._handle(reg.Offered(name, time.monotonic()))
+
+    def restart_for_agent(self, name: str) -> None:
+        """Start this replica again if it has failed and an agent of its name waits. Ray may bring a new actor up before
+        the end of the old one's process is known here. Raises Refused."""
+        known = self._registry.find(name)
+        failed = known is not None and known.state is reg.ReplicaState.FAILED
+        if failed and any(idle.offer.name == name for idle in self._idle):
+            self._restart(reg.pool_of(name), name)
 
     def _coming(self, pool: reg.PoolState) -> int:
         """How many replicas of a pool will wait for an agent as soon as the gateway has made their processes."""

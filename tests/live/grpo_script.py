@@ -10,9 +10,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import jvlab as jv
 from tests.live.test_grpo import train
+from tests.trainer.settled import Made, groups_before, take_in_order
+
+STEPS = 3
+PER_STEP = 4
 
 
 def several(
@@ -26,7 +31,7 @@ def several(
     staleness: str = "0",
     *_: str,
 ) -> None:
-    """Print how it ended here."""
+    """Print how it ended here. Groups are made and taken in one order, so that runs can be compared."""
     import jax
 
     if process == "0" and name not in lab.pools:
@@ -37,14 +42,25 @@ def several(
         jax.distributed.initialize(coordinator, int(processes), int(process))
     policy = jv.Policy.from_pretrained(model, mesh=jv.mesh())
     pool = lab.pools[name]
+    link = lab.connect(policy, pool)
+    made = Made(pool)
+    sync = link.sync
+
+    def settled(params: Any, version: int, **options: Any) -> Any:
+        if process == "0":
+            made.wait(groups_before(version, STEPS, int(staleness), PER_STEP))
+        return sync(params, version, **options)
+
+    link.sync = settled
+    take_in_order()
     run = jv.grpo(
         policy,
         pool,
-        lab.connect(policy, pool),
+        link,
         "digits",
-        steps=3,
+        steps=STEPS,
         group_size=4,
-        prompts_per_step=4,
+        prompts_per_step=PER_STEP,
         learning_rate=1e-3,
         seed=3,
         max_staleness=int(staleness),

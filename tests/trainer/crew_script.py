@@ -23,41 +23,26 @@ from jvlab._names import own_name
 from jvlab.trainer import _processes
 from jvlab.trainer._grpo import grpo
 from jvlab.trainer._processes import whole
-from jvlab.trainer._schedule import Flow
 from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import TeamStream
 from tests.trainer.fake_pool import FakeLink, FakePool, logprobs_fn, task
-from tests.waiting import until
+from tests.trainer.settled import Made, take_in_order
 
 # batches of these runs are handed out in several parts
 _processes.PART = 700
 PROCESS, PROCESSES, PORT = map(int, sys.argv[1:4])
 
 
-def in_order(flow: Flow[Any], take: Any = Flow.take) -> Any:
-    """Groups are trained on in the order of their numbers, not as they end: so two runs ahead can be compared."""
-    lowest = sorted([*flow.flying, *flow.ready])[: flow.schedule.groups_per_step]
-    return take(flow) if all(index in flow.ready for index in lowest) else None
-
-
-Flow.take = in_order  # type: ignore[method-assign]
-
-
-class CountingPool(FakePool):
-    generated = 0  # groups
-
-    async def agenerate(self, *args: Any, **options: Any) -> Any:
-        found = await super().agenerate(*args, **options)
-        self.generated += 1
-        return found
+take_in_order()
 
 
 class TeamLink(FakeLink):
     """Called in every process, as the real one; the pool of process 0 is the one that generates."""
 
     def __init__(self, client: Any, plan: dict[str, Any]) -> None:
-        self.counting = CountingPool()
-        super().__init__(self.counting, fail=plan.get("fail", 0))
+        pool = FakePool()
+        self._made = Made(pool)
+        super().__init__(pool, fail=plan.get("fail", 0))
         self._client = client
         self._plan = plan
 
@@ -77,17 +62,12 @@ class TeamLink(FakeLink):
         if self._plan.get("dies_at") == version and self._plan["dies"] == PROCESS:
             os.kill(os.getpid(), self._plan.get("signal", signal.SIGKILL))
         if PROCESS == 0 and "calls" in self._plan:
-            self._calm(version)
+            self._made.wait(self._plan["calls"][version - 1])
         try:
             table = whole(params)
         except (ValueError, RuntimeError) as error:  # of gloo: a process has gone
             raise SyncError(str(error)) from error
         return super().sync(table, version, **options)
-
-    def _calm(self, version: int) -> None:
-        """Wait for the groups that may start before this version: so which weights make which group is settled."""
-        expected = self._plan["calls"][version - 1]
-        until(lambda: self.counting.generated >= expected, "the groups before a sync")
 
 
 def sharded(seed: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.gateway.fake_lab import FakeLab
 from tests.sync.team_processes import free_port
+from tests.trainer.settled import groups_before
 from tests.xla_flags import UNOPTIMISED, plain_loops
 
 PATIENCE = 400.0  # seconds, on a machine that is busy with other things
@@ -99,7 +100,7 @@ def crews(tmp_path: Path) -> Iterator[Crews]:
 def plan(name: str, steps: int = 4, ahead: int = 0, **more: Any) -> dict[str, Any]:
     """A run; `ahead` is its staleness bound. It says how many groups there are before each sync."""
     options = {"steps": steps, "max_staleness": ahead, **more.pop("options", {})}
-    calls = [0, *(3 * min(steps, k + ahead) for k in range(1, steps + 1))]
+    calls = [groups_before(version, steps, ahead, 3) for version in range(1, steps + 2)]
     return {"name": name, "options": options, "calls": calls, **more}
 
 

@@ -186,6 +186,22 @@ def test_a_replica_that_dies_fails_and_its_name_can_come_back(
     assert other.code is None
 
 
+def test_its_successor_may_come_before_its_end_is_known(
+    pool: jv.Pool, offer: Callable[..., Running]
+):
+    """Ray brings up a new actor while the old one's engine is still ending."""
+    first, _ = offer(f"{pool.name}/0"), offer(f"{pool.name}/1")
+    pool.wait(60)
+    second = offer(f"{pool.name}/0")
+    until(lambda: second.agents)
+    time.sleep(1.0)  # its offer is on its way; one that is late shows less
+    before = rows(pool)["0"]
+    os.kill(before["pid"], signal.SIGKILL)
+    assert first.end() == 1
+    until(lambda: rows(pool)["0"]["state"] == "ready")
+    assert rows(pool)["0"]["epoch"] > before["epoch"]
+
+
 def test_a_place_is_open_again_for_the_next_host(
     lab: jv.Lab, llama: str, offer: Callable[..., Running]
 ):
