@@ -261,6 +261,33 @@ def gpu_rows(results: dict[str, Any], parts: dict[str, Any]) -> Iterator[Row]:
         "what reading weights and KV takes at the card's copy rate; plain vLLM; a pool",
         f"{seconds('floor_s')} s; {seconds('plain_s')}; {seconds('pool_s')}",
     )
+    r = results["grpo_fp8"]
+    yield (
+        "grpo_fp8",
+        "a step of it at 3,000 tokens with rollouts in eight bits, on-policy; staleness up to 1; TRL's in 16 bits",
+        f"{r['step_s']:.2f} s ({r['vs_trl_ratio']:.2f}×); {r['step_s_k1']:.2f} s "
+        f"({r['vs_trl_ratio_k1']:.2f}×); {r['trl_step_s']:.1f} s",
+    )
+    r = results["first_step"]
+    yield (
+        "first_step",
+        "from the start of a process to its first step at 512 tokens: cold; warm; TRL, cold",
+        f"{r['cold']['step']:.0f} s ({r['vs_trl_ratio_cold']:.2f}×); {r['warm']['step']:.0f} s; "
+        f"{r['trl_cold']['step']:.0f} s",
+    )
+    whole = {
+        (row["transport"], row["mode"]): row["full_total_ms"]
+        for row in results["transports"]["rows"]
+    }
+    times = "; ".join(
+        f"{name} {whole[name, 'direct']:.1f} and {whole[name, 'staged']:.1f} ms"
+        for name in ("ipc", "nccl", "nixl")
+    )
+    yield (
+        "transports",
+        "4.06 GB between two processes of one GPU, verified, direct and staged, by transport",
+        times,
+    )
     r = results["grpo"]
     yield (
         "grpo",

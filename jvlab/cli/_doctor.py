@@ -473,7 +473,7 @@ TRANSPORTS: dict[str, tuple[Callable[[Facts], str], Callable[[Facts], Problems]]
     "nccl": (_how_to_nccl, _nccl_problems),
     "nixl": (
         lambda _: (
-            "NIXL writes host memory by UCX; beyond loopback for trusted networks only (no TLS); RDMA is untried"
+            "NIXL writes memory by UCX; beyond loopback for trusted networks only (no TLS); RDMA is untried"
         ),
         _nixl_problems,
     ),

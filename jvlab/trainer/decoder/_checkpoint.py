@@ -72,7 +72,7 @@ class TensorFiles(CheckpointValues):
         ]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._stored(name)
+        return self.stored(name)
 
 
 def _files(folder: Path) -> list[Path]:
