@@ -470,7 +470,7 @@ class Gateway:
         now = time.monotonic()
         status = pb.ReplicaStatus(
             replica=replica.name,
-            state=pb.ReplicaState.Value(replica.state.name),
+            state=replica.state.name,
             stage=replica.stage,
             pid=replica.pid,
             seconds=replica.ready_after

@@ -418,7 +418,7 @@ class TrainerEngine(TrainerWeightTransferEngine[JvlabTrainerInitInfo]):
 
     def connect(self) -> None:
         """Make the plan; every rank gathers the tensors, and rank 0 connects."""
-        from jvlab.integrations.vllm import connect
+        from jvlab.integrations._vllm_server import connect
 
         tensors = dict(self._tensors())
         info = self._info

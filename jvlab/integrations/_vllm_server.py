@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -58,6 +58,9 @@ from jvlab.wire import jvlab_pb2 as pb
 from jvlab.wire._client import check
 from jvlab.wire._core_channel import PROMPT_SECONDS, CoreChannel, OtherSocketReady
 from jvlab.wire._sync_words import Phase, Terms, failure_code, for_workers
+
+if TYPE_CHECKING:
+    from jvlab.sync._link import Link
 
 # kinds of frames: the first of a rank, an order, its answer, and the two ends of a conversation
 HELLO = b"H"
@@ -826,3 +829,69 @@ class ServerPool:
 
     def __repr__(self) -> str:
         return f"ServerPool({self.name})"
+
+
+def connect(
+    server: str | FourCalls,
+    params: Any,
+    rules: Any = "auto",
+    transport: str = "auto",
+    mode: str = "direct",
+    *,
+    api_key: str | None = None,
+    bucket_mib: float = 16.0,
+    nonfinite: str = "refuse",
+    checkpoint: Any = None,
+    meaning: str = "auto",
+    timeout: float | Deadline = 900.0,
+) -> Link:
+    """Connect a tree of parameters with a server whose backend is `jvlab`; `link.sync(params)` then writes them there.
+
+    server   its address, "http://127.0.0.1:8000", or an object with vLLM's four calls (`VLLMWeightSyncClient`). By its
+             address, generation is paused for each sync, and KV of older weights is dropped; by four calls alone the
+             caller pauses it
+    api_key  what the server was started with, if it was
+    others   as of `lab.connect`; `params` is a JAX tree, a torch state dict or module, a `jv.Policy`
+
+    After a failed sync the server holds its old weights, or, in direct mode, is dirty: it stays paused, its version
+    does not move, and calls of another trainer's are answered with an error that says so, until a sync commits.
+    """
+    from jvlab.layout._tree import device_processes, flatten
+    from jvlab.sync._connections import agree, check_options
+    from jvlab.sync._link import Link
+    from jvlab.sync._meaning import unpack
+
+    deadline = Deadline.of(timeout)
+    calls = HttpCalls(server, api_key) if isinstance(server, str) else server
+    check_options(params, {})
+    params, scorer = unpack(params)
+    if len(set(device_processes(flatten(params).arrays).values())) > 1:
+        raise Unsupported(
+            "these parameters are spread over several trainer processes; a server is written from one",
+            remedy="launch the engines in a lab: lab.launch(model), or gather the parameters in one process",
+        )
+    reached = Server(calls)
+    try:
+        pool: Any = ServerPool(reached, deadline)
+        agreed = agree(
+            params,
+            scorer,
+            pool,
+            rules,
+            transport,
+            meaning=meaning,
+            checkpoint=checkpoint,
+            bucket_mib=bucket_mib,
+            options={},
+            cache={},
+            gateway_version=pool.jvlab,
+            same_host=True,
+            deadline=deadline,
+        )
+        forget = lambda link: None
+        link = Link(pool, agreed, mode, None, forget, None, nonfinite, deadline)
+    except BaseException as error:
+        reached.hang_up(str(error))
+        raise
+    link.remembered.take(params)
+    return link

@@ -371,7 +371,7 @@ def check_restarts(restarts: Any) -> None:
         )
 
 
-def _config_of(model: str) -> Plain:
+def _config_of(model: str) -> Mapping[str, Any]:
     """The config of a local model; empty for a hub id."""
     return read_config(model) if os.path.isdir(model) else {}
 

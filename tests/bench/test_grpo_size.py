@@ -208,11 +208,9 @@ def test_without_a_model_the_small_bench_runs(monkeypatch: pytest.MonkeyPatch):
     from jvlab.bench import _grpo
 
     asked: list[Any] = []
-    monkeypatch.setattr(
-        _grpo, "run_bench_grpo", lambda *a, **k: asked.append((a, k)) or {}
-    )
+    monkeypatch.setattr(_grpo, "run_bench_grpo", lambda **k: asked.append(k) or {})
     assert main(["bench", "grpo", "--device", "cpu"]) == 0
-    assert asked == [((15, "cpu"), {"eager": False})]
+    assert asked == [{"device": "cpu", "eager": False}]
     with pytest.raises(ConfigError, match="peer"):
         _grpo._peer_rows("nobody", {"device": "cpu"})
 
@@ -278,11 +276,12 @@ def test_to_the_first_step_cold_and_warm(
     assert "vs_trl_ratio_cold" not in found
     asked_for: list[Any] = []
     monkeypatch.setattr(
-        _grpo, "run_bench_first_step", lambda *a: asked_for.append(a) or {}
+        _grpo, "run_bench_first_step", lambda **k: asked_for.append(k) or {}
     )
     words = ["--device", "cpu", "--tokens", "8", "--peer", "trl"]
     assert main(["bench", "launch", "--first-step", *words]) == 0
-    assert asked_for == [(None, None, (8,), "cpu", "trl", False)]
+    wanted = {"tokens": (8,), "device": "cpu", "peer": "trl", "eager": False}
+    assert asked_for == [wanted]
 
 
 def test_forgetting_files_leaves_what_is_in_them(tmp_path: Path):
