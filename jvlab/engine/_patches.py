@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import os
 import platform
 import re
@@ -108,20 +107,20 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 # Workers on a CPU -----------------------------------------------------------------------------------------------------
 
 
-def own_experts_only(apply: Any, *args: Any, **options: Any) -> None:
+def own_experts_only(
+    apply: Any, *kernel: Any, expert_map: Any, topk_ids: Any, **given: Any
+) -> None:
     """The method, given places on this rank instead of numbers of experts; those of other ranks get the weight 0.
 
-    `expert_map` has each expert's place on a rank, or -1. vLLM adds the ranks' results up itself.
+    `expert_map` has each expert's place on a rank, or -1. vLLM adds the ranks' results up itself, and names arguments.
     """
     import torch
 
-    given = inspect.signature(apply).bind(*args, **options).arguments
-    if given["expert_map"] is not None:
-        ids = given["topk_ids"]
-        places = given["expert_map"].to(torch.int64)[ids.to(torch.int64)]
+    if expert_map is not None:
+        places = expert_map.to(torch.int64)[topk_ids.to(torch.int64)]
         given["topk_weights"] = torch.where(places >= 0, given["topk_weights"], 0)
-        given["topk_ids"] = places.clamp(min=0).to(ids.dtype)
-    apply(**given)
+        topk_ids = places.clamp(min=0).to(topk_ids.dtype)
+    apply(*kernel, expert_map=expert_map, topk_ids=topk_ids, **given)
 
 
 @patch("CPU worker", f"{_MOE}.experts.cpu_moe:CPUUnquantizedExperts.apply")

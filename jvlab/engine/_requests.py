@@ -292,11 +292,9 @@ class Queue:
     ) -> None:
         self._prompts = prompts
         self._limit = limit
-        self._left = deque(
-            (item.prompt_index, deque(item.sample_indexes)) for item in work
-        )
+        self._left = deque((w.prompt_index, k) for w in work for k in w.sample_indexes)
         # never all in the engine at once
-        self.is_partial = sum(len(item.sample_indexes) for item in work) > limit
+        self.is_partial = len(self._left) > limit
 
     def __bool__(self) -> bool:
         return bool(self._left)
@@ -304,13 +302,11 @@ class Queue:
     async def feed(self, group: RequestGroup, params: Any, lora: Any) -> None:
         """Add requests up to the limit."""
         while self._left and (free := self._limit - group.unfinished) > 0:
-            index, numbers = self._left[0]
-            samples = [
-                (k, (index, k))
-                for k in (numbers.popleft() for _ in range(min(free, len(numbers))))
-            ]
-            if not numbers:
-                self._left.popleft()
+            index = self._left[0][0]
+            samples: list[tuple[int, tuple[int, int]]] = []  # of one prompt
+            while self._left and self._left[0][0] == index and len(samples) < free:
+                key = self._left.popleft()
+                samples.append((key[1], key))
             try:
                 await group.add(self._prompts[index], params, samples, lora)
             except _vllm.client_errors() as error:
@@ -318,6 +314,6 @@ class Queue:
 
     def drain(self) -> list[tuple[int, int]]:
         """Remove what is left; returns its keys."""
-        left = self._left
-        self._left = deque()
-        return [(index, k) for index, numbers in left for k in numbers]
+        left = list(self._left)
+        self._left.clear()
+        return left

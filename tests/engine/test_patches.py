@@ -107,20 +107,15 @@ def test_ranks_add_up_to_all_experts():
     )
     weights, whole = torch.rand(6, 2, generator=random), torch.empty(6, 4)
     patched: Any = partial(_patches.own_experts_only, apply)
-    patched(whole, x, experts, weights, ids, None)
+    given = {"hidden_states": x, "topk_weights": weights, "topk_ids": ids}
+    patched(output=whole, w1=experts, expert_map=None, **given)
     parts = []
     for rank in range(2):
         mine = torch.full((4,), -1, dtype=torch.int32)
         mine[2 * rank : 2 * rank + 2] = torch.arange(2, dtype=torch.int32)
         part = torch.empty(6, 4)
-        patched(
-            part,
-            x,
-            experts[2 * rank : 2 * rank + 2],
-            weights,
-            topk_ids=ids,
-            expert_map=mine,
-        )
+        own = experts[2 * rank : 2 * rank + 2]
+        patched(output=part, w1=own, expert_map=mine, **given)
         parts.append(part)
     torch.testing.assert_close(parts[0] + parts[1], whole)
     assert not torch.allclose(parts[0], whole)

@@ -437,32 +437,26 @@ def meta_tensors(tensors: Sequence[CheckpointTensor]) -> list[torch.Tensor]:
 
 
 def trace_worker(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """`trace_model` inside a vLLM worker: [name, shape, dtype] lists in, `layout_to_plain` values out."""
-    wanted = tensors_of(tensors)
-    model = bare_model(_vllm_model.worker_model(worker))
-    with _vllm_model.current_config(worker):
-        rank, coords = _vllm_model.coordinates()
-        plain = layout_to_plain(trace_model(model, wanted, rank, coords))
-    plain["aliases"] = [list(pair) for pair in parameter_aliases(model)]
-    return plain
+    """`trace_model` inside a vLLM worker: [name, shape, dtype] lists in, `layout_to_plain` values out.
 
-
-def trace_worker_draft(worker: Any, tensors: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The same for the worker's draft model: tensors have its own names, parameters the prefix `draft.`.
-
+    Of the draft model, if the names have the prefix `draft.`: then tensors have its own names, parameters that prefix.
     What it shares with the model, as heads on top of one do, is the model's: no sync of drafts writes it.
     """
     prefix = _vllm_model.DRAFT
-    wanted = [replace(t, name=t.name.removeprefix(prefix)) for t in tensors_of(tensors)]
-    drafter = _vllm_model.DraftWeights(_vllm_model.draft_model(worker))
-    theirs = {memory_of(p) for p in _vllm_model.worker_model(worker).parameters()}
-    shared = {
-        n for n, p in drafter.named_parameters() if p.numel() and memory_of(p) in theirs
-    }
+    wanted = tensors_of(tensors)
+    whole = _vllm_model.worker_model(worker)
+    model = bare_model(whole)
+    shared: set[str] = set()
+    if wanted and all(t.name.startswith(prefix) for t in wanted):
+        wanted = [replace(t, name=t.name.removeprefix(prefix)) for t in wanted]
+        model = _vllm_model.DraftWeights(_vllm_model.draft_model(worker))
+        theirs = {memory_of(p) for p in whole.parameters()}
+        named = model.named_parameters()
+        shared = {n for n, p in named if p.numel() and memory_of(p) in theirs}
     with _vllm_model.current_config(worker):
         rank, coords = _vllm_model.coordinates()
-        plain = layout_to_plain(trace_model(drafter, wanted, rank, coords, shared))
-    pairs = parameter_aliases(drafter)
+        plain = layout_to_plain(trace_model(model, wanted, rank, coords, shared))
+    pairs = parameter_aliases(model)
     plain["aliases"] = [list(pair) for pair in pairs if pair[1] not in shared]
     return plain
 

@@ -20,7 +20,7 @@ from jvlab._errors import JvlabError, SyncError, Unsupported
 from jvlab._files import Plain
 from jvlab.engine.tracing import _lora_slots, _vllm_model
 from jvlab.engine.tracing._lora_slots import AdapterSlot
-from jvlab.engine.tracing._trace import trace_worker, trace_worker_draft
+from jvlab.engine.tracing._trace import trace_worker
 from jvlab.engine.tracing._vllm_model import DRAFT, DraftWeights, bare_model
 from jvlab.engine.worker import _fault_injection, _poison
 from jvlab.engine.worker._live_memory import peek
@@ -456,11 +456,8 @@ class WorkerSync:
 
         The names say whether they are the model's tensors, an adapter's or the draft model's.
         """
-        names = [tensor[0] for tensor in tensors]
-        if _lora_slots.is_adapter(names):
+        if _lora_slots.is_adapter([tensor[0] for tensor in tensors]):
             return _lora_slots.trace_worker_adapter(self._worker, tensors)
-        if names and all(name.startswith(DRAFT) for name in names):
-            return trace_worker_draft(self._worker, tensors)
         return trace_worker(self._worker, tensors)
 
     def _close(self) -> None:

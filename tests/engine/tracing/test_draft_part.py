@@ -54,7 +54,7 @@ def worker(model: Any, drafter: Any) -> Any:
 def test_what_is_shared_is_none_of_the_drafters(shares: bool):
     model = Head(None)
     drafter = Head(model if shares else None)
-    plain = _trace.trace_worker_draft(worker(model, drafter), TENSORS)
+    plain = _trace.trace_worker(worker(model, drafter), TENSORS)
     layout = layout_from_plain(plain)
     own = ["draft.layer.weight", "draft.layer.bias"]
     names = own if shares else ["draft.embed.weight", *own]
@@ -76,7 +76,7 @@ def test_what_is_shared_is_none_of_the_drafters(shares: bool):
 def test_names_in_a_plan_are_those_of_the_weights_that_it_writes():
     drafter = Head(None)
     weights = DraftWeights(drafter)
-    plain = _trace.trace_worker_draft(worker(Head(None), drafter), TENSORS)
+    plain = _trace.trace_worker(worker(Head(None), drafter), TENSORS)
     names = [p.name for p in layout_from_plain(plain).parameters]
     assert names == [n for n, _ in weights.named_parameters()]
     value = torch.full((4,), 3.0)
@@ -86,7 +86,7 @@ def test_names_in_a_plan_are_those_of_the_weights_that_it_writes():
 
 def test_no_draft_model_is_said_with_the_remedy():
     with pytest.raises(errors.Unsupported, match="no draft model") as caught:
-        _trace.trace_worker_draft(worker(Head(None), None), TENSORS)
+        _trace.trace_worker(worker(Head(None), None), TENSORS)
     assert "speculative=" in caught.value.remedy
 
 

@@ -238,6 +238,27 @@ def test_the_exchange_keeps_ties_views_and_strangers():
     same(model, world, 0)
 
 
+def test_shadows_that_changes_go_to_hold_what_is_live():
+    world, plan = small(tp=1)
+    model = blank(world, plan, 0)
+    weights, links = weights_of(model, plan)
+    for version in (1, 2):  # the shadows are then of the version before
+        for path in world.values:
+            world.values[path] = world.values[path] + 1
+        weights.prepare(version, "staged", "full", PLENTY, mark=str(version))
+        assert not weights.sparse
+        move(world, plan, weights, links)
+        weights.commit()
+    weights.prepare(3, "staged", "full", PLENTY, base="2", mark="3")
+    assert weights.sparse
+    for slot in weights.slots.values():
+        room = weights._destination(slot)
+        assert room is slot.shadow
+        assert slot.live is not None
+        assert torch.equal(bits_of(room), bits_of(slot.live)), slot.info.name
+    weights.abandon()
+
+
 def test_an_abandoned_staged_sync_changes_nothing():
     world, plan = small(tp=1)
     model = blank(world, plan, 0)
