@@ -17,6 +17,7 @@ from jvlab._tracebacks import brief
 from jvlab._units import human_bytes
 from jvlab.record._events import clock, note, sync_event
 from jvlab.sync._coordinator import Coordinator, Wrap
+from jvlab.sync._diff import Values, values_of
 from jvlab.sync._meaning import RememberedParams
 from jvlab.sync._pack import Source
 from jvlab.sync._team import TeamCoordinator
@@ -441,6 +442,10 @@ class Link(Closing):
             "diff", "link.verify(params), in every process, compares digests"
         )
         return differences(self, name, Source.of(self.plan, params), replica)
+
+    def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
+        """Histograms of both sides, for `mapping.values`."""
+        return values_of(self, name, params, replica, bins)
 
     def meaning_of(self, mapping: Mapping, params: Any = None) -> Meaning:
         """What values say about a mapping by other rules, e.g. `link.mapping.edit(rule).mapping`; changes nothing.

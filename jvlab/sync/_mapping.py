@@ -565,15 +565,11 @@ class Mapping:
 
         params   the trainer's arrays, or a Policy; default: those that the link was connected with, while they exist
         """
-        from jvlab.sync._diff import values_of
-
         link = self._open_link()
         place = find(self, name)
         names = targets(self, place) or [place.leaf]
         return [
-            found
-            for one in names
-            for found in values_of(link, one, params, replica, bins)
+            found for one in names for found in link.values(one, params, replica, bins)
         ]
 
     @property

@@ -13,6 +13,7 @@ from jvlab.layout._plan_types import numpy_dtype
 from jvlab.layout._tree import MeshSpec
 from jvlab.sync._compile_tree import MappingRow, compile_tree
 from jvlab.sync._connections import Agreement
+from jvlab.sync._diff import Values, values_of
 from jvlab.sync._link import Link
 from jvlab.sync._mapping import Mapping
 from jvlab.sync._meaning import RememberedParams
@@ -102,6 +103,9 @@ class SimpleLink(SimpleNamespace):
     """What `mapping.values` and an edit need of a link."""
 
     meaning_of = Link.meaning_of
+
+    def values(self, name: str, params: Any, replica: int, bins: int) -> list[Values]:
+        return values_of(self, name, params, replica, bins)  # type: ignore[arg-type]
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
