@@ -342,10 +342,10 @@ def test_ctrl_c_in_a_notebook_shows_no_frame_of_ours(
     assert "Cell In[1], line 3" in shown
     assert "---> 3 jv.plan({}, 'model')" in shown
     assert "KeyboardInterrupt\n%tb Verbose shows the" in shown
-    for hidden in ("_plan.py", "_tracebacks", "in plan", "in call"):
+    for hidden in ("_mapping.py", "_tracebacks", "in plan", "in call"):
         assert hidden not in shown
     shell.run_line_magic("tb", "Verbose")
-    assert "_plan.py" in capsys.readouterr().out, "those who ask see where"
+    assert "_mapping.py" in capsys.readouterr().out, "those who ask see where"
 
 
 def test_an_interrupt_says_what_it_left_behind(
