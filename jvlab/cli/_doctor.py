@@ -218,7 +218,7 @@ def _nccl() -> Facts:
     if cupy:
         number = int(
             _python(
-                "from jvlab.transport import _nccl_library; print(_nccl_library.version())"
+                "from jvlab.transport import _nccl; print(_nccl.version())"
             ).split()[-1]
         )
         ours = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
