@@ -318,17 +318,11 @@ class Rules:
         """Rules that match no leaf, or declare a tensor unused that is not there."""
         kept = self.effective(leaves, tensors)
         wrong = [r for r in self.rules if r not in kept.rules]
-        if not wrong:
-            return []
-        mine = [Compiled(r) for r in kept if r.leaf]
-        free = {
-            path: leaves[path] for path, found in _matches(mine, leaves) if not found
-        }
         out = []
         for rule in wrong:
             if rule.leaf:
                 what = "no leaf has this name"
-                near = nearest(name_text(rule.leaf), free, leaves)
+                near = nearest(name_text(rule.leaf), leaves)
             else:
                 what = "the checkpoint has no such tensor"
                 near = nearest(name_text(rule.tensors[0]), tensors)
