@@ -260,7 +260,7 @@ def infer(
     """
     given = given or Rules(())
     by_name = {t.name: t for t in tensors}
-    open_leaves, open_tensors = given.left_open(leaves, tensors, config)
+    open_leaves, open_tensors = given.check(leaves, tensors, config)
     leaf_roles = roles_among(set(open_leaves), leaves)
     tensor_roles = roles_among(set(open_tensors), by_name)
     pairing = pair_up(leaf_roles, tensor_roles, config)

@@ -287,14 +287,11 @@ class Rules:
 
     def check(
         self, leaves: Leaves, tensors: Sequence[CheckpointTensor], config: Config = None
-    ) -> None:
-        """Raises a CoverageError if one of these rules has no effect or does not fit; what none takes may stay open."""
-        self.left_open(leaves, tensors, config)
-
-    def left_open(
-        self, leaves: Leaves, tensors: Sequence[CheckpointTensor], config: Config
     ) -> tuple[list[str], list[str]]:
-        """The leaves and tensors that these rules do not take; raises as `check` does."""
+        """The leaves and tensors that these rules do not take.
+
+        Raises a CoverageError if one of these rules has no effect or does not fit.
+        """
         by_name = {t.name: t for t in tensors}
         if not self.rules:
             return list(leaves), list(by_name)
