@@ -554,13 +554,11 @@ def _error(
             continue
         lines.append(f"  {how_many(len(mine), *title)}")
         # a rule is wrong in every layer: one of them tells
-        alike = Counter(p.rule for p in mine if p.rule)
-        shown = []
-        seen = set()
+        alike = Counter(p.rule for p in mine)
+        first: dict[str, RuleProblem] = {}
         for p in mine:
-            if not p.rule or p.rule not in seen:
-                shown.append(p)
-            seen.add(p.rule)
+            first.setdefault(p.rule or p.what, p)
+        shown = list(first.values())
         for p in shown[:_SHOWN]:
             lines.append(f"    {p.what}")
             more = f", {alike[p.rule] - 1} more alike" if alike[p.rule] > 1 else ""
