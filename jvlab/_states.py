@@ -37,7 +37,7 @@ _NAMES = {  # from the worst to the best
     "idle": ("asleep", "draining", "stopped", "closed", "waiting"),
     "good": ("serving", "running", "committed", "holds", "finished", "ready"),
 }
-_WORDS = {  # where they are not the name
+_WORDS: dict[str, str] = {  # where they are not the name
     "dirty": "dirty: sync again",
     "stale": "stale: waits for a sync",
     "old": "old version",
