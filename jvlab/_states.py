@@ -37,7 +37,7 @@ _NAMES = {  # from the worst to the best
     "idle": ("asleep", "draining", "stopped", "closed", "waiting"),
     "good": ("serving", "running", "committed", "holds", "finished", "ready"),
 }
-_WORDS: dict[str, str] = {  # where they are not the name
+_WORDS = {  # where they are not the name
     "dirty": "dirty: sync again",
     "stale": "stale: waits for a sync",
     "old": "old version",
@@ -49,7 +49,7 @@ _WORDS: dict[str, str] = {  # where they are not the name
     "waiting": "ready to step",
 }
 TABLE = tuple(
-    State(name, _WORDS.get(name, name), tone)
+    State(name, _WORDS.get(name) or name, tone)
     for tone, names in _NAMES.items()
     for name in names
 )
