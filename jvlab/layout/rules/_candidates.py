@@ -705,10 +705,11 @@ def fitting(
     return [c.line for c in candidates(pair, config, is_conv1d(tensors), False)]
 
 
-def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """The name most like one that is not there, with numbers as `{i}`; empty if none is."""
+def nearest(name: str, known: Mapping[str, Any], free: Collection[str]) -> str:
+    """The name most like one that is not there, with numbers as `{i}`; empty if none of those that are free is."""
     found = templates({n: tuple(x.shape) for n, x in known.items()})
-    plain = {re.sub(r"\{\w+\}", "0", text): text for text in map(str, found)}
+    texts = [str(t) for t in found if any(n in free for n in t.members.values())]
+    plain = {re.sub(r"\{\w+\}", "0", text): text for text in texts}
     wanted = re.sub(r"\{[^}]*\}|\d+", "0", name)
     near = difflib.get_close_matches(wanted, plain, 1, 0.6)
     return plain[near[0]] if near else ""

@@ -315,14 +315,16 @@ class Rules:
         """Rules that match no leaf, or declare a tensor unused that is not there."""
         kept = self.effective(leaves, tensors)
         wrong = [r for r in self.rules if r not in kept.rules]
+        mine = [Compiled(r) for r in kept if r.leaf]
+        free = {path for path, found in _matches(mine, leaves) if not found}
         out = []
         for rule in wrong:
             if rule.leaf:
                 what = "no leaf has this name"
-                near = nearest(name_text(rule.leaf), leaves)
+                near = nearest(name_text(rule.leaf), leaves, free)
             else:
                 what = "the checkpoint has no such tensor"
-                near = nearest(name_text(rule.tensors[0]), tensors)
+                near = nearest(name_text(rule.tensors[0]), tensors, tensors)
             what += f"; the nearest is {near}" if near else ""
             out.append(RuleProblem("rule", f"`{rule}`: {what}"))
         return out
@@ -597,7 +599,7 @@ def _remedy(
             f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out"
         )
     if "tensor" in first:
-        near = nearest(first["tensor"].tensor, tensors)
+        near = nearest(first["tensor"].tensor, tensors, tensors)
         steps.append(
             f"correct the checkpoint name{f' (the nearest is {near})' if near else ''}, mark a tied copy optional "
             "(`name?`), or leave it out (`leaf -> ~`)"
