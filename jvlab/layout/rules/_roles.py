@@ -492,10 +492,5 @@ def _settle_router(roles: dict[Template, Role]) -> None:
 
 def _settle_ungated(roles: dict[Template, Role]) -> None:
     bases = {r.base for r in roles.values()}
-    if (
-        "gate" in bases
-        and "up" not in bases
-        and "gate_up" not in bases
-        and "down" in bases
-    ):
+    if {"gate", "down"} <= bases and not bases & {"up", "gate_up"}:
         _rename(roles, "gate", "up")  # w1 and w2 of an MLP without a gate
