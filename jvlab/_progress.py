@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from jvlab._units import how_many
 
@@ -78,35 +78,39 @@ def importing(what: str) -> Iterator[None]:
         yield
 
 
-class Face(Protocol):
-    """Where progress is shown. `news`: something changed that must not wait for the next redraw."""
+class LiveFace:
+    """A bar that is drawn again and again, though not too often. `news`: something that must not wait."""
 
-    def draw(self, bar: Progress, news: bool) -> None: ...
+    drawn = -math.inf
+
+    def draw(self, bar: Progress, news: bool) -> None:
+        now = clock()
+        if news or now - self.drawn >= REDRAW_SECONDS:
+            self.drawn = now
+            self.show(bar)
 
     def close(self, bar: Progress) -> None:
         """Draw the last state."""
-        ...
+        self.show(bar)
+
+    def show(self, bar: Progress) -> None:
+        raise NotImplementedError
 
 
-class CellFace:
+class CellFace(LiveFace):
     """A bar in a notebook's output as plain HTML: a saved notebook holds its last state, and no widget."""
 
     def __init__(self, bar: Progress) -> None:
         from IPython.display import display
 
-        self._drawn = clock()
+        self.drawn = clock()
         self._handle: Any = display(
             self._bundle(bar), metadata=METADATA, raw=True, display_id=True
         )
 
-    def draw(self, bar: Progress, news: bool) -> None:
-        now = clock()
-        if self._handle is not None and (news or now - self._drawn >= REDRAW_SECONDS):
-            self._drawn = now
+    def show(self, bar: Progress) -> None:
+        if self._handle is not None:
             self._handle.update(self._bundle(bar), metadata=METADATA, raw=True)
-
-    def close(self, bar: Progress) -> None:
-        self.draw(bar, news=True)
 
     def _bundle(self, bar: Progress) -> dict[str, str]:
         title = bar.title()
@@ -124,20 +128,12 @@ class CellFace:
         return {"text/plain": plain, "text/html": html}
 
 
-class TerminalFace:
+class TerminalFace(LiveFace):
     """A bar in one line of a terminal, which is written again and again."""
 
     WIDTH = 20  # of the bar itself
 
-    def __init__(self, bar: Progress) -> None:
-        self._drawn = 0.0
-        self.draw(bar, news=True)
-
-    def draw(self, bar: Progress, news: bool) -> None:
-        now = clock()
-        if not news and now - self._drawn < REDRAW_SECONDS:
-            return
-        self._drawn = now
+    def show(self, bar: Progress) -> None:
         done = round(self.WIDTH * bar.share)
         drawing = (
             ""
@@ -151,7 +147,7 @@ class TerminalFace:
         sys.stderr.flush()
 
     def close(self, bar: Progress) -> None:
-        self.draw(bar, news=True)
+        super().close(bar)
         sys.stderr.write("\n")
         sys.stderr.flush()
 
@@ -228,7 +224,7 @@ class Progress:
         self._ask = ask
         self.wanted = show is not False  # whether anybody is told anything
         self.shown = self.wanted and watched()  # whether somebody looks at a bar
-        self._face: Face | None = None
+        self._face: LiveFace | LogFace | None = None
         # its own thread and that of the work both draw it
         self._lock = threading.RLock()
         self._ended = threading.Event()
@@ -330,14 +326,16 @@ class Progress:
                 return
             try:
                 if self._face is None:
-                    self._face = LogFace(self) if not self.shown else self._live_face()
+                    self._face = self._new_face()
                 self._face.draw(self, news)
             # a closed stream: the work goes on without a bar
             except (OSError, ValueError):
                 self.wanted = False
 
-    def _live_face(self) -> Face:
-        return CellFace(self) if in_kernel() else TerminalFace(self)
+    def _new_face(self) -> LiveFace | LogFace:
+        if not self.shown:
+            return LogFace(self)
+        return CellFace(self) if in_kernel() else TerminalFace()
 
     # Its words ----------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ _WORDS = {  # where they are not the name
     "waiting": "ready to step",
 }
 TABLE = tuple(
-    State(name, _WORDS.get(name, name), tone)
+    State(name, _WORDS.get(name) or name, tone)
     for tone, names in _NAMES.items()
     for name in names
 )

@@ -69,15 +69,9 @@ def render(error: BaseException) -> list[str]:
     tb = getattr(shell, "InteractiveTB", None)
     if tb is not None and getattr(tb, "mode", "Context") != "Context":
         return tb.structured_traceback(type(error), error, error.__traceback__)
-    colour = str(getattr(shell, "colors", "NoColor")).lower() not in (
-        "nocolor",
-        "no_color",
-    )
-    paint = (
-        (lambda code, text: f"{code}{text}{_PLAIN}")
-        if colour
-        else (lambda code, text: text)
-    )
+    colours = str(getattr(shell, "colors", "NoColor")).lower()
+    plain = colours in ("nocolor", "no_color")
+    paint = lambda code, text: text if plain else f"{code}{text}{_PLAIN}"
     frames = _frames(error.__traceback__)
     installed = _installed()
     own = [
@@ -93,16 +87,13 @@ def render(error: BaseException) -> list[str]:
             f"caused by {''.join(traceback.format_exception_only(error.__cause__)).strip()}"
         )
     ours = [frame for frame in frames if frame[0].startswith(_PACKAGE)]
-    if isinstance(error, KeyboardInterrupt):  # where it was interrupted is chance
-        lines.append(
-            paint(
-                _DIM, f"%tb Verbose shows the {len(frames) - len(own)} frames left out"
-            )
-        )
-    elif ours:
+    hint = f"%tb Verbose shows the {len(frames) - len(own)} frames left out"
+    interrupted = isinstance(error, KeyboardInterrupt)  # where that was is chance
+    if ours and not interrupted:
         file, number, name = ours[-1]
-        place = f"{os.path.relpath(file, os.path.dirname(_PACKAGE.rstrip(os.sep)))}:{number}, in {name}"
-        hint = f"raised at {place}; %tb Verbose shows the {len(frames) - len(own)} frames left out"
+        place = os.path.relpath(file, os.path.dirname(_PACKAGE.rstrip(os.sep)))
+        hint = f"raised at {place}:{number}, in {name}; {hint}"
+    if ours or interrupted:
         lines.append(paint(_DIM, hint))
     return lines
 

@@ -356,20 +356,16 @@ def _paint_elements(
             flat = (flat[:, None] + np.arange(n, dtype=np.int64) * s).reshape(-1)
         return flat
 
-    domain_elements = elements(domain.offset, domain.sizes, domain.strides)
-    pieces = [
-        elements(int(o), n.tolist(), s.tolist())
-        for o, n, s in zip(offset, shape, strides, strict=True)
-    ]
-    box_index = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])
-    written = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+    wanted = elements(domain.offset, domain.sizes, domain.strides)
+    boxes = zip(offset.tolist(), shape.tolist(), strides.tolist(), strict=True)
+    pieces = [elements(*box) for box in boxes]
+    written = np.concatenate([*pieces, np.zeros(0, np.int64)])
     seen, count = np.unique(written, return_counts=True)
-    in_domain = np.isin(seen, domain_elements)
-    missing = int(len(domain_elements) - in_domain.sum())
-    extra = int((count - in_domain).sum())
-    bad = seen[(count > 1) | ~in_domain]
-    fault = np.unique(box_index[written == bad[0]])[:2].tolist() if len(bad) else []
-    return missing, extra, fault
+    inside = np.isin(seen, wanted)
+    bad = seen[(count > 1) | ~inside]
+    fault = [k for k, piece in enumerate(pieces) if len(bad) and bad[0] in piece]
+    missing = int(len(wanted) - inside.sum())
+    return missing, int((count - inside).sum()), fault[:2]
 
 
 def contiguous(shape: np.ndarray, strides: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -337,9 +338,14 @@ class TracedRows:
             [x.shape.shape[1] for x in layouts]
             + [len(t.shape) for x in layouts for t in x.tensors if x.opaque]
         )
-        parts: dict[str, list[np.ndarray]] = {
-            k: [] for k in cls.__dataclass_fields__ if k != "tensor_ids"
-        }
+        fill = {"shape": 1, "src_strides": 0, "dst_strides": 0}
+        parts: dict[str, list[np.ndarray]] = defaultdict(list)
+
+        def add(columns: dict[str, np.ndarray]) -> None:
+            for k, values in columns.items():
+                wide = pad_columns(values, width, fill[k]) if k in fill else values
+                parts[k].append(wide)
+
         for layout, of_rank, opaque in zip(
             layouts, targets.of_rank, targets.opaque_of_rank, strict=True
         ):
@@ -347,36 +353,33 @@ class TracedRows:
                 numbered[id(layout.tensors)] = np.array(
                     [ids.setdefault(t.name, len(ids)) for t in layout.tensors]
                 )
-            number = numbered[id(layout.tensors)]
-            plain = (
-                np.flatnonzero(
-                    ~np.isin(number[layout.tensor], [ids[n] for n in opaque])
-                )
-                if opaque
-                else slice(None)
+            tensor = numbered[id(layout.tensors)][layout.tensor]
+            plain = ~np.isin(tensor, [ids[n] for n in opaque])
+            add(
+                {
+                    "tensor": tensor[plain],
+                    "target": of_rank[layout.parameter][plain],
+                    "shape": layout.shape[plain],
+                    "src_offset": layout.src_offset[plain],
+                    "src_strides": layout.src_strides[plain],
+                    "dst_offset": layout.dst_offset[plain],
+                    "dst_strides": layout.dst_strides[plain],
+                }
             )
-            parts["tensor"].append(number[layout.tensor][plain])
-            parts["target"].append(of_rank[layout.parameter][plain])
-            parts["src_offset"].append(layout.src_offset[plain])
-            parts["dst_offset"].append(layout.dst_offset[plain])
-            for k, fill in (("shape", 1), ("src_strides", 0), ("dst_strides", 0)):
-                parts[k].append(pad_columns(getattr(layout, k)[plain], width, fill))
             for name, target in opaque.items():
                 info = targets.parameters[targets.parameter[target]]
-                parts["tensor"].append(np.array([ids[name]]))
-                parts["target"].append(np.array([target]))
-                parts["src_offset"].append(np.zeros(1, np.int64))
-                parts["dst_offset"].append(np.zeros(1, np.int64))
-                for k, value, fill in (
-                    ("shape", info.shape, 1),
-                    ("src_strides", info.strides, 0),
-                    ("dst_strides", info.strides, 0),
-                ):
-                    parts[k].append(
-                        pad_columns(
-                            np.array([value], np.int64).reshape(1, -1), width, fill
-                        )
-                    )
+                strides = np.array(info.strides, np.int64)[None]
+                add(
+                    {
+                        "tensor": np.array([ids[name]]),
+                        "target": np.array([target]),
+                        "shape": np.array(info.shape, np.int64)[None],
+                        "src_offset": np.zeros(1, np.int64),
+                        "src_strides": strides,
+                        "dst_offset": np.zeros(1, np.int64),
+                        "dst_strides": strides,
+                    }
+                )
         return cls(
             ids, **{k: np.concatenate(v).astype(np.int64) for k, v in parts.items()}
         )

@@ -30,6 +30,8 @@ from jvlab.layout._tree import leaf_from_array
 
 Loop = Callable[..., tuple[int, int]]
 NONE = np.uint64(0)
+# a line without elements, its weight, no weights of elements: only `wide` is read
+NO_TABLE = (np.zeros((1, 0), "u4"), np.zeros(1, "u8"), np.zeros(0, "u4"))
 
 
 @functools.cache
@@ -159,22 +161,6 @@ def lanes(dtype: str) -> tuple[np.uint64, np.uint64, int]:
     )
 
 
-@functools.cache
-def compiled_check() -> Callable[[np.ndarray, np.uint64, np.uint64], int]:
-    """The OR of (word & bits) + lowest over words of 64 bits."""
-
-    def scan(words: Any, bits: Any, low: Any) -> Any:
-        found = np.uint64(0)
-        for k in range(words.shape[0]):
-            found |= (words[k] & bits) + low
-        return found
-
-    fast: Any = compiled(scan)
-    # compile now, not during the first sync
-    fast(np.zeros(2, np.uint64), np.uint64(0), np.uint64(0))
-    return lambda words, bits, low: int(fast(words, bits, low))
-
-
 def flawed(values: np.ndarray, dtype: str) -> bool:
     """Whether any value is NaN or Inf; `values` may be raw words, of floats of `dtype`."""
     bits = EXPONENTS.get(dtype)
@@ -188,7 +174,8 @@ def flawed(values: np.ndarray, dtype: str) -> bool:
     if not words.flags.aligned:
         words = words.copy()
     all_bits, low, above = lanes(dtype)
-    if words.size and compiled_check()(words, all_bits, low) & above:
+    _, found = compiled_loop()(*NO_TABLE, words[None], all_bits, low)
+    if found & above:
         return True
     return bool(rest) and bool(
         ((flat[flat.size - rest :].view(f"u{flat.itemsize}") & bits) == bits).any()

@@ -214,13 +214,12 @@ def _buckets(plan: TransferPlan) -> dict[tuple[int, tuple[int, int]], list[int]]
         device, replica, rank, size = (
             int(x[i]) for x in (table.device, table.replica, table.rank, table.nbytes)
         )
+        sizes = [size]
         if exact:
-            sizes = [int(n) for n in plan.link(device, rank, replica).bucket_sizes]
-        elif many:
-            sizes = [size]
-        else:
-            sizes = [plan.bucket_bytes] * (size // plan.bucket_bytes)
-            sizes += [size % plan.bucket_bytes] if size % plan.bucket_bytes else []
+            sizes = plan.link(device, rank, replica).bucket_sizes.tolist()
+        elif not many:
+            most = plan.bucket_bytes
+            sizes = [min(most, size - at) for at in range(0, size, most)]
         out[device, (replica, rank)] = sizes
     return out
 

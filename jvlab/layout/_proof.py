@@ -594,29 +594,14 @@ def _check_members(plan: TransferPlan) -> list[Problem]:
     """Members must fit their class: same sharding and dtypes, and starts inside the leaf."""
     out: list[Problem] = []
     cls = plan.member_class
-    dtypes = {
-        d: i
-        for i, d in enumerate(
-            {
-                *(x.dtype for x in plan.leaves),
-                *(x.dtype for x in plan.parameters),
-                *(x.source for x in plan.transforms),
-                *(x.wire for x in plan.transforms),
-            }
-        )
-    }
-    leaf_dtype = np.array([dtypes[x.dtype] for x in plan.leaves], np.int64)
+    transform = plan.class_transform[cls]
+    leaf_dtype = np.array([x.dtype for x in plan.leaves], str)
+    target_dtype = np.array([x.dtype for x in plan.parameters], str)
+    source = np.array([x.source for x in plan.transforms], str)[transform]
+    wire = np.array([x.wire for x in plan.transforms], str)[transform]
     sharding = np.array([x.sharding for x in plan.leaves], np.int64)
-    wire = np.array([dtypes[x.dtype] for x in plan.parameters], np.int64)[
-        plan.target_parameter[plan.member_target]
-    ]
-    source = np.array([dtypes[x.source] for x in plan.transforms], np.int64)[
-        plan.class_transform[cls]
-    ]
-    wires = np.array([dtypes[x.wire] for x in plan.transforms], np.int64)[
-        plan.class_transform[cls]
-    ]
-    bad = (leaf_dtype[plan.member_leaf] != source) | (wire != wires)
+    parameter = plan.target_parameter[plan.member_target]
+    bad = (leaf_dtype[plan.member_leaf] != source) | (target_dtype[parameter] != wire)
     bad |= sharding[plan.member_leaf] != plan.class_sharding[cls]
     extent = np.ones((len(plan.shardings), plan.member_start.shape[1]), np.int64)
     whole = np.ones(extent.shape, bool)

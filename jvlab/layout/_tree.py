@@ -647,29 +647,25 @@ class MeshSpec:
         if isinstance(mesh, MeshSpec):
             return mesh
         if isinstance(mesh, str):
-            return cls.parse(mesh).with_known_axes()
-        shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
-        if not isinstance(shape, Mapping):
-            raise ConfigError(
-                f"cannot read a mesh from {type(mesh).__name__}",
-                remedy='pass "fsdp=4,tp=2" or a dict',
-            )
-        ids = tuple(int(d.id) for d in _mesh_devices(mesh))
-        made = cls(
-            tuple(str(k) for k in shape), tuple(map(_axis_size, shape.values())), ids
-        )
-        return made.with_known_axes() if isinstance(mesh, Mapping) else made
-
-    def with_known_axes(self) -> MeshSpec:
-        """Itself; a ConfigError where an axis is none of those that `jv.mesh` has."""
-        for name in self.names:
+            made = cls.parse(mesh)
+        else:
+            shape = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+            if not isinstance(shape, Mapping):
+                raise ConfigError(
+                    f"cannot read a mesh from {type(mesh).__name__}",
+                    remedy='pass "fsdp=4,tp=2" or a dict',
+                )
+            ids = tuple(int(d.id) for d in _mesh_devices(mesh))
+            sizes = tuple(map(_axis_size, shape.values()))
+            made = cls(tuple(map(str, shape)), sizes, ids)
+        for name in made.names if isinstance(mesh, (str, Mapping)) else ():
             if name not in MESH_AXES:
                 raise ConfigError(
                     f"mesh axis {name!r} is not known",
                     remedy=f"axes: {', '.join(MESH_AXES)}",
                     axis=name,
                 )
-        return self
+        return made
 
     @property
     def devices(self) -> int:

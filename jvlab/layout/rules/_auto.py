@@ -260,9 +260,9 @@ def infer(
     """
     given = given or Rules(())
     by_name = {t.name: t for t in tensors}
-    open_leaves, open_tensors = given.left_open(leaves, tensors, config)
-    leaf_roles = roles_among({p: leaves[p] for p in open_leaves}, leaves)
-    tensor_roles = roles_among({n: by_name[n] for n in open_tensors}, by_name)
+    open_leaves, open_tensors = given.check(leaves, tensors, config)
+    leaf_roles = roles_among(set(open_leaves), leaves)
+    tensor_roles = roles_among(set(open_tensors), by_name)
     pairing = pair_up(leaf_roles, tensor_roles, config)
     conv1d = is_conv1d(by_name)
     probe = None

@@ -705,16 +705,14 @@ def fitting(
     return [c.line for c in candidates(pair, config, is_conv1d(tensors), False)]
 
 
-def nearest(
-    name: str, known: Mapping[str, Any], among: Iterable[str] | None = None
-) -> str:
-    """The name most like one that is not there, with numbers as `{i}`; empty if none is. `among`: see `templates`."""
-    found = templates({n: tuple(x.shape) for n, x in known.items()}, among)
-    plain = {re.sub(r"\{\w+\}", "0", text): text for text in map(str, found)}
+def nearest(name: str, known: Mapping[str, Any], free: Collection[str]) -> str:
+    """The name most like one that is not there, with numbers as `{i}`; empty if none of those that are free is."""
+    found = templates({n: tuple(x.shape) for n, x in known.items()})
+    texts = [str(t) for t in found if any(n in free for n in t.members.values())]
+    plain = {re.sub(r"\{\w+\}", "0", text): text for text in texts}
     wanted = re.sub(r"\{[^}]*\}|\d+", "0", name)
-    return next(
-        (plain[near] for near in difflib.get_close_matches(wanted, plain, 1, 0.6)), ""
-    )
+    near = difflib.get_close_matches(wanted, plain, 1, 0.6)
+    return plain[near[0]] if near else ""
 
 
 def legend(lines: Iterable[str], config: Config) -> str:
@@ -737,14 +735,14 @@ def is_conv1d(tensors: Leaves) -> bool:
     return any(len(shape) == 2 and shape[0] * 3 == shape[1] for shape in fused)
 
 
-def roles_among(some: Leaves, all_of_them: Leaves) -> dict[Template, Role]:
+def roles_among(some: Collection[str], every: Leaves) -> dict[Template, Role]:
     """The roles of some names. All of them are read: what a norm is depends on which others a layer has."""
-    roles = _roles_of(all_of_them)
-    if len(some) == len(all_of_them):
-        return roles
-    known = {(t.pieces, t.kinds): role for t, role in roles.items()}
-    found = templates({n: tuple(x.shape) for n, x in some.items()}, all_of_them)
-    return {t: known[t.pieces, t.kinds] for t in found}
+    out = {}
+    for template, role in _roles_of(every).items():
+        members = {key: n for key, n in template.members.items() if n in some}
+        if members:
+            out[replace(template, members=members)] = role
+    return out
 
 
 Offer = tuple[Pair, Candidate]

@@ -152,15 +152,11 @@ def _slot_kinds(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(out)
 
 
-def templates(
-    shapes: Mapping[str, Shape], among: Iterable[str] | None = None
-) -> list[Template]:
+def templates(shapes: Mapping[str, Shape]) -> list[Template]:
     """Groups names into templates. A number is a slot if it stands alone, ends a word such as `layer` or `block`, or
     ends the name of a module that is repeated: `Tower_0`, `Tower_1`, … with the same leaves.
-
-    `among` are all names of the tree, where `shapes` holds some of them: a module is repeated or not as a whole.
     """
-    repeated = _repeated(shapes if among is None else among)
+    repeated = _repeated(shapes)
     groups: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Shape, str]] = (
         defaultdict(dict)
     )
@@ -272,7 +268,7 @@ def split_param(segments: list[list[str]]) -> tuple[list[list[str]], bool]:
     last = segments[-1]
     if len(last) == 1 and last[0] in _BIAS_WORDS:
         return segments[:-1], True
-    if len(last) > 1 and last[-1] in ("bias",):
+    if len(last) > 1 and last[-1] == "bias":
         return [*segments[:-1], last[:-1]], True
     if len(last) == 1 and last[0] in _PARAM_WORDS and len(segments) > 1:
         # `attn.value` is a projection, `x.value` a parameter's value: a projection has no projection above it
@@ -424,22 +420,11 @@ def _rename(roles: dict[Template, Role], old: str, new: str) -> None:
             roles[template] = replace(role, base=new)
 
 
-_LAYER_NORMS = (
-    "norm.attn",
-    "norm.mlp",
-    "norm.pre_attn",
-    "norm.post_attn",
-    "norm.pre_mlp",
-    "norm.post_mlp",
-)
+_LAYER_NORM = re.compile(r"norm\.((pre_|post_)?(attn|mlp)|#\d)")
 
 
 def _layer_norms(roles: dict[Template, Role]) -> set[str]:
-    return {
-        r.base
-        for r in roles.values()
-        if r.base in _LAYER_NORMS or r.base.startswith("norm.#")
-    }
+    return {r.base for r in roles.values() if _LAYER_NORM.fullmatch(r.base)}
 
 
 def _settle_lone_number(roles: dict[Template, Role]) -> None:
@@ -457,9 +442,8 @@ def _settle_lone_number(roles: dict[Template, Role]) -> None:
 def _settle_layer_norms(roles: dict[Template, Role]) -> None:
     """What `attn_norm` and `post_attention_layernorm` mean depends on which other norms a layer has."""
     for zone in ("attn", "mlp"):
-        if {f"norm.{zone}", f"norm.post_{zone}"} <= _layer_norms(roles) and len(
-            _layer_norms(roles)
-        ) > 2:
+        norms = _layer_norms(roles)
+        if {f"norm.{zone}", f"norm.post_{zone}"} < norms and len(norms) > 2:
             _rename(roles, f"norm.{zone}", f"norm.pre_{zone}")
     if _layer_norms(roles) in (
         {"norm.pre_attn", "norm.post_attn"},
@@ -508,10 +492,5 @@ def _settle_router(roles: dict[Template, Role]) -> None:
 
 def _settle_ungated(roles: dict[Template, Role]) -> None:
     bases = {r.base for r in roles.values()}
-    if (
-        "gate" in bases
-        and "up" not in bases
-        and "gate_up" not in bases
-        and "down" in bases
-    ):
+    if {"gate", "down"} <= bases and not bases & {"up", "gate_up"}:
         _rename(roles, "gate", "up")  # w1 and w2 of an MLP without a gate

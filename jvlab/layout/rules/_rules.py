@@ -56,16 +56,17 @@ _LONGEST_NAME = 4096  # of a leaf or a tensor; with two `{x*}` in a rule's name,
 def matcher(parts: Sequence[Part], k: int) -> Callable[[str], Captured | None]:
     """A function from a name to what it captures under choice k, or None; the first hole takes as much as it can."""
     out = []
-    holes: dict[str, Index | Wild] = {}
+    keys: dict[str, str] = {}  # of what each group captures
     for part in chosen_parts(parts, k):
         if isinstance(part, str):
             out.append(re.escape(part))
             continue
         number = isinstance(part, Index)
-        group = ("n_" if number else "w_") + part.variables[0]
+        name = part.variables[0]
+        group = f"n_{name}" if number else f"w_{name}"
         pattern = "0|[1-9][0-9]{0,17}" if number else ".+"  # a 64-bit index
-        out.append(f"(?P={group})" if group in holes else f"(?P<{group}>{pattern})")
-        holes[group] = part
+        out.append(f"(?P={group})" if group in keys else f"(?P<{group}>{pattern})")
+        keys[group] = name if number else f"{name}*"
     expression = re.compile("".join(out), re.DOTALL)
 
     def match(text: str) -> Captured | None:
@@ -73,10 +74,8 @@ def matcher(parts: Sequence[Part], k: int) -> Callable[[str], Captured | None]:
         if found is None or len(text) > _LONGEST_NAME:
             return None
         return {
-            f"{hole.name}*" if isinstance(hole, Wild) else hole.variables[0]: (
-                found[group] if isinstance(hole, Wild) else int(found[group])
-            )
-            for group, hole in holes.items()
+            key: found[group] if key.endswith("*") else int(found[group])
+            for group, key in keys.items()
         }
 
     return match

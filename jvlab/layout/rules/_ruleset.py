@@ -287,14 +287,11 @@ class Rules:
 
     def check(
         self, leaves: Leaves, tensors: Sequence[CheckpointTensor], config: Config = None
-    ) -> None:
-        """Raises a CoverageError if one of these rules has no effect or does not fit; what none takes may stay open."""
-        self.left_open(leaves, tensors, config)
-
-    def left_open(
-        self, leaves: Leaves, tensors: Sequence[CheckpointTensor], config: Config
     ) -> tuple[list[str], list[str]]:
-        """The leaves and tensors that these rules do not take; raises as `check` does."""
+        """The leaves and tensors that these rules do not take.
+
+        Raises a CoverageError if one of these rules has no effect or does not fit.
+        """
         by_name = {t.name: t for t in tensors}
         if not self.rules:
             return list(leaves), list(by_name)
@@ -318,20 +315,16 @@ class Rules:
         """Rules that match no leaf, or declare a tensor unused that is not there."""
         kept = self.effective(leaves, tensors)
         wrong = [r for r in self.rules if r not in kept.rules]
-        if not wrong:
-            return []
         mine = [Compiled(r) for r in kept if r.leaf]
-        free = {
-            path: leaves[path] for path, found in _matches(mine, leaves) if not found
-        }
+        free = {path for path, found in _matches(mine, leaves) if not found}
         out = []
         for rule in wrong:
             if rule.leaf:
                 what = "no leaf has this name"
-                near = nearest(name_text(rule.leaf), free, leaves)
+                near = nearest(name_text(rule.leaf), leaves, free)
             else:
                 what = "the checkpoint has no such tensor"
-                near = nearest(name_text(rule.tensors[0]), tensors)
+                near = nearest(name_text(rule.tensors[0]), tensors, tensors)
             what += f"; the nearest is {near}" if near else ""
             out.append(RuleProblem("rule", f"`{rule}`: {what}"))
         return out
@@ -563,13 +556,11 @@ def _error(
             continue
         lines.append(f"  {how_many(len(mine), *title)}")
         # a rule is wrong in every layer: one of them tells
-        alike = Counter(p.rule for p in mine if p.rule)
-        shown = []
-        seen = set()
+        alike = Counter(p.rule for p in mine)
+        first: dict[str, RuleProblem] = {}
         for p in mine:
-            if not p.rule or p.rule not in seen:
-                shown.append(p)
-            seen.add(p.rule)
+            first.setdefault(p.rule or p.what, p)
+        shown = list(first.values())
         for p in shown[:_SHOWN]:
             lines.append(f"    {p.what}")
             more = f", {alike[p.rule] - 1} more alike" if alike[p.rule] > 1 else ""
@@ -608,7 +599,7 @@ def _remedy(
             f"add a rule such as {example}, or `{unmatched[0]} -> ~` to leave the leaf out"
         )
     if "tensor" in first:
-        near = nearest(first["tensor"].tensor, tensors)
+        near = nearest(first["tensor"].tensor, tensors, tensors)
         steps.append(
             f"correct the checkpoint name{f' (the nearest is {near})' if near else ''}, mark a tied copy optional "
             "(`name?`), or leave it out (`leaf -> ~`)"

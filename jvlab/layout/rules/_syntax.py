@@ -742,16 +742,16 @@ def _check_brackets(rule: Rule) -> None:
 
 def _check_names(rule: Rule) -> None:
     """So that matching a name against them takes bounded time."""
-    for name in (rule.leaf, *rule.tensors):
-        for k in range(arity(rule)) if name else ():
-            parts = list(chosen_parts(name.parts, k))
-            for one, other in itertools.pairwise(parts):
-                if not isinstance(one, str) and not isinstance(other, str):
-                    fix = "put text between them: where one ends cannot be told"
-                    rule.fail("two holes side by side", other.pos, fix)
-            wild = [part for part in parts if isinstance(part, Wild)]
-            if len(wild) > 2:
-                rule.fail("more than two `{x*}`", wild[2].pos, "one takes any text")
+    names = [name for name in (rule.leaf, *rule.tensors) if name]
+    for name, k in itertools.product(names, range(arity(rule))):
+        parts = list(chosen_parts(name.parts, k))
+        for one, other in itertools.pairwise(parts):
+            if not isinstance(one, str) and not isinstance(other, str):
+                fix = "put text between them: where one ends cannot be told"
+                rule.fail("two holes side by side", other.pos, fix)
+        wild = [part for part in parts if isinstance(part, Wild)]
+        if len(wild) > 2:
+            rule.fail("more than two `{x*}`", wild[2].pos, "one takes any text")
 
 
 def _check_leaf_name(rule: Rule) -> None:

@@ -415,6 +415,17 @@ def test_one_error_lists_everything_with_next_steps() -> None:
     assert "`~ -> unfilled`" in error.remedy
 
 
+def test_the_nearest_name_is_one_that_no_rule_takes() -> None:
+    leaves = {"blocks.alpha": numbers(2), "blocks.gamma": numbers(3)}
+    tensors = [CheckpointTensor(n, (k,), "float32") for n, k in (("a", 2), ("b", 3))]
+    text = "blocks.alpha -> a\nblocks.gama -> b"
+    with pytest.raises(CoverageError, match=r"the nearest is blocks\.gamma"):
+        Rules.parse(text).bind(leaves, tensors, all_of_them=True)
+    del leaves["blocks.gamma"]
+    with pytest.raises(CoverageError, match="no leaf has this name\n"):
+        Rules.parse(text).bind(leaves, tensors, all_of_them=True)
+
+
 def test_two_rules_that_fill_the_same_part() -> None:
     with pytest.raises(
         CoverageError,
