@@ -31,7 +31,8 @@ JvlabError
 ├── DeviceMemoryError      the trainer's device has no memory left; names who holds it
 ├── StorageError           a folder or bucket cannot be written, or read: a full disk, a damaged version
 ├── LaunchError            a rollout process did not start; carries the engine's last log lines
-└── ReplicaLost            a replica died and its work could not be finished elsewhere
+├── ReplicaLost            a replica died and its work could not be finished elsewhere
+└── TrainerLost            a process of a trainer of several died, fell silent or gave up; names it
 
 Each says what to do next, and holds what it is about:
 
@@ -82,6 +83,7 @@ __all__ = [
     "SyncDeadline",
     "SyncError",
     "TraceError",
+    "TrainerLost",
     "TransportError",
     "UnknownName",
     "Unsupported",
