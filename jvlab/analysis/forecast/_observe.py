@@ -497,7 +497,9 @@ def _is_bench(source: Any) -> bool:
 def _rows(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """jvlab's own runs in the result of a bench."""
     runs = result["runs"]
-    if not isinstance(runs, list) or not all(isinstance(r, Mapping) for r in runs):
+    if not isinstance(runs, (list, tuple)) or not all(
+        isinstance(r, Mapping) for r in runs
+    ):
         raise ConfigError(
             "this is not the result of `jvlab bench grpo --model` or `jvlab bench whatif`",
             remedy=BENCHES,
