@@ -217,7 +217,7 @@ class Observation:
         """What `to_json` wrote."""
         what = "this is not an observation of a run"
         with _understood(what, "pass what Observation.to_json() returned"):
-            rows = {
+            rows: dict[str, Any] = {
                 name: tuple(_row(kind, row) for row in values[name])
                 for name, kind in ROWS.items()
             }
