@@ -584,7 +584,9 @@ def _save(batch: RolloutBatch, path: str | os.PathLike[str]) -> str:
     header = {"format": _FORMAT, "batch": common, "samples": entries}
     # ASCII escapes keep every str, unpaired surrogates included
     text = np.frombuffer(json.dumps(header).encode("ascii"), np.uint8)
-    columns = {name: np.concatenate(parts) for name, parts in rows.items()}
+    columns: dict[str, Any] = {
+        name: np.concatenate(parts) for name, parts in rows.items()
+    }
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
@@ -648,7 +650,7 @@ def _fields(file: dict[str, np.ndarray], max_bytes: int) -> dict[str, Any]:
     used = dict.fromkeys(_ARRAYS, 0)
     samples = []
     for entry in header["samples"]:
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name, shape in coerce(_SHAPES, entry["shapes"]).items():
             start = used[name]
             used[name] += math.prod(shape)

@@ -424,17 +424,19 @@ def step_table(events: Sequence[Event]) -> dict[str, np.ndarray]:
     records of a step are not in it, on-policy: the engines generate again by then.
     """
     steps = trained(events)
-    column = lambda values, kind=float: np.array(list(values), kind)
-    kinds = {"skipped": bool} | dict.fromkeys(WHOLE, np.int64)
+    column = lambda values, kind: np.array(list(values), kind)
+    kinds: dict[str, Any] = {"skipped": bool} | dict.fromkeys(WHOLE, np.int64)
     table = {
         name: column((getattr(e, name) for e in steps), kinds.get(name, float))
         for name in SCALARS
     }
     for key in sorted({k for e in steps for k in e.ratios}):
-        table[f"ratio_{key}"] = column(e.ratios.get(key, NAN) for e in steps)
+        table[f"ratio_{key}"] = column((e.ratios.get(key, NAN) for e in steps), float)
     if any(e.experts for e in steps):
         for key in ("max", "min", "entropy"):
-            table[f"expert_{key}"] = column(e.expert_extremes[key] for e in steps)
+            table[f"expert_{key}"] = column(
+                (e.expert_extremes[key] for e in steps), float
+            )
     stale = staleness(events)
     split = step_times(events)
     return {

@@ -453,5 +453,5 @@ def calls_of(client: Any) -> Record:
     if not events:
         return Record.of(())
     at = events[0].start
-    times = {"start": at, "stop": at, "wall": time.time()}
+    times: dict[str, Any] = {"start": at, "stop": at, "wall": time.time()}
     return Record.of([RunStart(run="this session", actor="trainer", **times), *events])

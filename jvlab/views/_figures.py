@@ -149,12 +149,13 @@ def for_any_theme(figure: Figure) -> None:
 
     for ax in figure.axes:
         ax.tick_params(which="both", colors=NEUTRAL)
-    for spine in figure.findobj(Spine):
+    every: Any = figure.findobj
+    for spine in every(Spine):
         spine.set_edgecolor(NEUTRAL)
-    for legend in figure.findobj(Legend):
+    for legend in every(Legend):
         legend.get_frame().set_facecolor("none")
     with_the_data = [text for ax in figure.axes for text in ax.texts]
-    for text in figure.findobj(Text):
+    for text in every(Text):
         if text not in with_the_data:
             text.set_color(NEUTRAL)
 

@@ -619,7 +619,9 @@ class StepperPanel(PartsPanel):
             self._write()
             self.found()
 
-    another = "lab.panel()"
+    @property
+    def another(self) -> str:
+        return "lab.panel()"
 
     def show_lost(self, what: str) -> None:
         self.head.value = hollow_dots(self.head.value)

@@ -64,7 +64,9 @@ def known_values(originals: Mapping[str, np.ndarray], seed: int) -> Values:
 class _Copy:
     """One copy of a layout: a box of a checkpoint tensor, and the box of a live parameter that it fills."""
 
-    def __init__(self, layout: RankLayout, row: int, formats: Mapping[str, Any]):
+    def __init__(
+        self, layout: RankLayout, row: int, formats: Mapping[str, Any]
+    ) -> None:
         self.tensor = layout.tensors[int(layout.tensor[row])].name
         self.parameter = layout.parameters[int(layout.parameter[row])].name
         self.how = formats.get(self.parameter)  # if it is quantised

@@ -119,6 +119,8 @@ TRAINING_PRIOR = (np.array([0.10, 0.80, 0.10]), np.array([0.10, 0.30, 0.10]))
 PAIR_PRIOR = (np.array([0.6, 0.4]), np.array([0.3, 0.3]))
 # of a shared device, for one at work: all of it, as far as one knows
 LOAD_PRIOR = (1.0, 0.25)
+# means and standard deviations
+Prior = tuple[np.ndarray, np.ndarray]
 NOISE = 0.04  # of a row, relative, until its errors are known
 # above 1: both together are slower than one after the other
 GRID = np.arange(1, 14) / 10
@@ -191,7 +193,7 @@ def calibrate(seen: Sequence[Observation], seed: int = 0, draws: int = DRAWS) ->
     ]
     beside = generation.seconds
     overlapping = bool(beside[:, :, 1].sum() or beside[:, 1:].sum())
-    return Fit(made[0], tuple(made[1:]), *errors, overlapping)
+    return Fit(made[0], tuple(made[1:]), errors[0], errors[1], overlapping)
 
 
 def _generation_prior(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -208,7 +210,7 @@ def _generation_prior(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fit_draws(
-    features: np.ndarray, work: np.ndarray, prior: tuple, random: np.random.Generator
+    features: np.ndarray, work: np.ndarray, prior: Prior, random: np.random.Generator
 ) -> np.ndarray:
     """Costs [B, k]: the first from all rows alike, the others from rows and priors drawn anew."""
     mean, spread = prior
@@ -227,7 +229,7 @@ def _fit_draws(
 
 
 def _loads(
-    activities: Iterable[tuple[_WorkRows, tuple, bool]], cores: int
+    activities: Iterable[tuple[_WorkRows, Prior, bool]], cores: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Loads of an engine and of the trainer on a grid [B, 2], and how likely each pair is."""
     loads = np.stack([values.ravel() for values in np.meshgrid(GRID, GRID)], axis=1)

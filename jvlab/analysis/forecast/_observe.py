@@ -217,7 +217,7 @@ class Observation:
         """What `to_json` wrote."""
         what = "this is not an observation of a run"
         with _understood(what, "pass what Observation.to_json() returned"):
-            rows = {
+            rows: dict[str, Any] = {
                 name: tuple(_row(kind, row) for row in values[name])
                 for name, kind in ROWS.items()
             }
@@ -497,7 +497,9 @@ def _is_bench(source: Any) -> bool:
 def _rows(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """jvlab's own runs in the result of a bench."""
     runs = result["runs"]
-    if not isinstance(runs, list) or not all(isinstance(r, Mapping) for r in runs):
+    if not isinstance(runs, (list, tuple)) or not all(
+        isinstance(r, Mapping) for r in runs
+    ):
         raise ConfigError(
             "this is not the result of `jvlab bench grpo --model` or `jvlab bench whatif`",
             remedy=BENCHES,

@@ -526,7 +526,7 @@ def _candidates(
             "max_staleness": staleness,
             "prompts_per_step": prompts,
         }
-        setting = base.changed(**(found | fixed))
+        setting = base.changed(**{**found, **fixed})
         fits = setting.devices <= devices and setting.replicas <= most
         if fits and setting not in out:
             out.append(setting)

@@ -429,15 +429,15 @@ class _Output:
         panel = self.panel
         html = panel.static_html()
         if not panel.hosted:
-            view = {"version_major": 2, "version_minor": 0}
-            view["model_id"] = panel.widget.model_id
-            return {**_bundle(panel.subject, html), WIDGET: view}
+            model = panel.widget.model_id
+            view = {"version_major": 2, "version_minor": 0, "model_id": model}
+            return {**_faces_of(panel.subject, html), WIDGET: view}
         words = panel.snapshot_line() if panel.mounted else panel.dated()
         notice = notice_html(panel.widget.notice or words) if dated else ""
         marked = (
             f'<div data-jv-panel="{panel.panel_id}">{notice}{hollow_dots(html)}</div>'
         )
-        return _bundle(panel.subject, marked)
+        return _faces_of(panel.subject, marked)
 
     def renew(self) -> None:
         """Write the newest snapshot, if it differs from the last one."""
@@ -452,10 +452,10 @@ class _Output:
         html = self.panel.static_html()
         if _ending and not self.panel.done:
             html = notice_html(self.panel.snapshot_line()) + hollow_dots(html)
-        self._handle.update(_bundle(self.panel.subject, html), raw=True)
+        self._handle.update(_faces_of(self.panel.subject, html), raw=True)
 
 
-def _bundle(subject: Any, html: str) -> dict[str, Any]:
+def _faces_of(subject: Any, html: str) -> dict[str, Any]:
     return {"text/plain": repr(subject), "text/html": html}
 
 
@@ -465,7 +465,7 @@ def show(subject: Any, make: Callable[[], Panel] | None = None) -> Panel | None:
         from IPython.display import display
 
         hint = HINT if make is not None and in_kernel() else ""
-        display(_bundle(subject, static_html(subject) + hint), raw=True)
+        display(_faces_of(subject, static_html(subject) + hint), raw=True)
         return None
     panel = make()
     if not in_marimo():
@@ -481,7 +481,7 @@ def follow(subject: Any, active: Callable[[Any], bool]) -> None:
     """Without widgets: show the static view, and update it at each change that `subject` reports to its listeners."""
     from IPython.display import display
 
-    now = lambda: _bundle(subject, static_html(subject) + HINT)
+    now = lambda: _faces_of(subject, static_html(subject) + HINT)
     handle = display(now(), raw=True, display_id=True)
     if handle is None or not active(subject):
         return
