@@ -17,7 +17,6 @@ import json
 import os
 import re
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -132,7 +131,7 @@ def trl(function: Reward) -> Reward:
             f"{_name(function)} has no parameter `completions`",
             remedy="def reward(prompts, completions, completion_ids, **columns): return one number for each",
         )
-    return total(**{_name(function): _Trl(function)})
+    return total(**{_name(function): function})
 
 
 class _Part:
@@ -614,6 +613,7 @@ def _warm_verifier() -> _Verifier:
 # Code -----------------------------------------------------------------------------------------------------------------
 
 OUTPUT_BYTES = 1 << 16  # that a program may print
+EXITED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -727,13 +727,13 @@ class _Code(_BuiltIn):
                 pass_fds=(verdict.fileno(),),
                 start_new_session=True,
             )
-            ended = os.pidfd_open(child.pid)
             try:
-                left = max(deadline - time.monotonic(), 0)
-                if not select.select([ended], [], [], left)[0]:
-                    return 0, ""
+                # not reaped yet: its number is also that of its group
+                while os.waitid(os.P_PID, child.pid, EXITED) is None:
+                    if time.monotonic() > deadline:
+                        return 0, ""
+                    time.sleep(0.005)
             finally:
-                os.close(ended)
                 # with isolation="limits" it may have children
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait(10)
