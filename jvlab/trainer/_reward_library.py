@@ -329,6 +329,10 @@ def total(**parts: Any) -> Reward:
                 remedy="a function(sample, example), or one in TRL's signature",
             )
         _check_made(reward)
+        if isinstance(reward, _Total):  # a sum of sums is one sum
+            for inner, (part, own) in reward.parts.items():
+                made[f"{name}.{inner}"] = (part, own * float(weight))
+            continue
         if not isinstance(reward, _Part):
             reward = (_Trl if is_trl(reward) else _Part)(reward)
         made[name] = (reward, float(weight))
@@ -340,17 +344,15 @@ class _Total:
     """A sum of rewards. With a part in TRL's signature it is called for all samples of a prompt at once."""
 
     may_skip = True
-
     __name__ = "total"
 
     def __init__(self, parts: Mapping[str, tuple[_Part, float]]) -> None:
         self.parts = parts
-        functions = [part.function for part, _ in parts.values()]
-        asked = lambda option: any(getattr(f, option, False) for f in functions)
-        self.whole_groups = asked("whole_groups") or any(
-            part.whole_groups for part, _ in parts.values()
+        every = [part for part, _ in parts.values()]
+        self.whole_groups = any(part.whole_groups for part in every)
+        self.own_processes = any(
+            getattr(part.function, "own_processes", False) for part in every
         )
-        self.own_processes = asked("own_processes")
 
     @property
     def weights(self) -> dict[str, float]:
