@@ -198,7 +198,6 @@ def examples(
             )
         rows = iter(rows)
         first = next(rows, None)
-        rows = itertools.chain([first], rows)
     if first is None:
         raise ConfigError(f"{name} has no rows", remedy="give at least one")
     if not isinstance(first, Mapping):
@@ -217,7 +216,8 @@ def examples(
         )
     reading = recognised(first, name, prompt, answer, chat_template)
     if not counted:
-        return name, (reading.example(row, i) for i, row in enumerate(rows))
+        every = itertools.chain([first], rows)
+        return name, (reading.example(row, i) for i, row in enumerate(every))
     kept = _distinct(rows, reading) if unique else None
     if kept is None:
         _check_prompts(rows, reading)

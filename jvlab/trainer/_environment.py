@@ -68,6 +68,8 @@ class Episode(Sample):
     tokens.
     """
 
+    reward: float = math.nan
+    loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     turns: int = 0
     failure: RewardFailure | None = None
 

@@ -39,13 +39,14 @@ from jvlab.trainer._run import Run
 from jvlab.trainer._run_checkpoint import Checkpoints, Position
 from jvlab.trainer._schedule import Flow, Ticket
 from jvlab.trainer._step import TrainState, TrainStep
+from jvlab.trainer._task_library import named
+from jvlab.trainer._tasks import Task
 from jvlab.wire._pool_summary import waiting_for
 
 if TYPE_CHECKING:
     from jvlab.lab._pool import Pool
     from jvlab.sync._link import Link
     from jvlab.trainer._policy import Policy
-    from jvlab.trainer._tasks import Task
 
 
 LATE_SECONDS = 5.0  # after a step, until its bar says what is under way
@@ -284,17 +285,15 @@ grpo.__signature__ = signature_with_options(grpo)  # type: ignore[attr-defined] 
 def _checked_task(task: Any) -> Task:
     """The task itself, or the built-in one of that name."""
     if isinstance(task, str):
-        from jvlab.trainer._task_library import named
-
         return named(task)
-    if hasattr(task, "rewarder") and task.environment is None:
-        # raises if the reward function cannot be run as the task says
-        task.rewarder().close()
-    if not (hasattr(task, "example") and hasattr(task, "sampling")):
+    if not isinstance(task, Task):
         raise ConfigError(
             f"task is {type(task).__name__}",
             remedy="a jv.Task(prompts, reward), or the name of a built-in one",
         )
+    if task.environment is None:
+        # raises if the reward function cannot be run as the task says
+        task.rewarder().close()
     return task
 
 

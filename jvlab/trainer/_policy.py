@@ -161,7 +161,7 @@ def write_adapter(
 # ----------------------------------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")
-REMATS = {True: "full", False: "none"}
+REMATS: dict[Any, str] = {True: "full", False: "none"}
 
 
 class Policy:

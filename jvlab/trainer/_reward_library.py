@@ -17,7 +17,6 @@ import json
 import os
 import re
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -132,7 +131,7 @@ def trl(function: Reward) -> Reward:
             f"{_name(function)} has no parameter `completions`",
             remedy="def reward(prompts, completions, completion_ids, **columns): return one number for each",
         )
-    return total(**{_name(function): _Trl(function)})
+    return total(**{_name(function): function})
 
 
 class _Part:
@@ -330,6 +329,10 @@ def total(**parts: Any) -> Reward:
                 remedy="a function(sample, example), or one in TRL's signature",
             )
         _check_made(reward)
+        if isinstance(reward, _Total):  # a sum of sums is one sum
+            for inner, (part, own) in reward.parts.items():
+                made[f"{name}.{inner}"] = (part, own * float(weight))
+            continue
         if not isinstance(reward, _Part):
             reward = (_Trl if is_trl(reward) else _Part)(reward)
         made[name] = (reward, float(weight))
@@ -341,17 +344,15 @@ class _Total:
     """A sum of rewards. With a part in TRL's signature it is called for all samples of a prompt at once."""
 
     may_skip = True
-
     __name__ = "total"
 
     def __init__(self, parts: Mapping[str, tuple[_Part, float]]) -> None:
         self.parts = parts
-        functions = [part.function for part, _ in parts.values()]
-        asked = lambda option: any(getattr(f, option, False) for f in functions)
-        self.whole_groups = asked("whole_groups") or any(
-            part.whole_groups for part, _ in parts.values()
+        every = [part for part, _ in parts.values()]
+        self.whole_groups = any(part.whole_groups for part in every)
+        self.own_processes = any(
+            getattr(part.function, "own_processes", False) for part in every
         )
-        self.own_processes = asked("own_processes")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -614,6 +615,7 @@ def _warm_verifier() -> _Verifier:
 # Code -----------------------------------------------------------------------------------------------------------------
 
 OUTPUT_BYTES = 1 << 16  # that a program may print
+EXITED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -727,13 +729,13 @@ class _Code(_BuiltIn):
                 pass_fds=(verdict.fileno(),),
                 start_new_session=True,
             )
-            ended = os.pidfd_open(child.pid)
             try:
-                left = max(deadline - time.monotonic(), 0)
-                if not select.select([ended], [], [], left)[0]:
-                    return 0, ""
+                # not reaped yet: its number is also that of its group
+                while os.waitid(os.P_PID, child.pid, EXITED) is None:
+                    if time.monotonic() > deadline:
+                        return 0, ""
+                    time.sleep(0.005)
             finally:
-                os.close(ended)
                 # with isolation="limits" it may have children
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait(10)

@@ -162,7 +162,10 @@ class Checkpoints:
         )
         orbax = self._checkpointer()
         try:
-            kept = orbax.metadata(path / "state").item_metadata
+            # the tree of what it holds, with shapes instead of values
+            kept = orbax.metadata(path / "state")
+            kept = getattr(kept, "item_metadata", kept)
+            kept = getattr(kept, "tree", kept)
             _check_shapes(kept["params"], wanted["params"])
             found = orbax.restore(path / "state", wanted)
         except (ValueError, KeyError, TypeError) as error:

@@ -6,7 +6,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,7 @@ from jvlab.trainer._checks import check_choice, check_sampling, check_whole
 from jvlab.trainer._datasets import Column, Example, examples
 from jvlab.trainer._environment import adopted as adopted_environment
 from jvlab.trainer._reward_library import as_reward
-
-if TYPE_CHECKING:
-    from jvlab.trainer._rewards import Rewarder
+from jvlab.trainer._rewards import Rewarder
 
 
 class Task:
@@ -226,8 +224,6 @@ class Task:
 
     def rewarder(self) -> Rewarder:
         """A `Rewarder` for the reward function; close it after use."""
-        from jvlab.trainer._rewards import Rewarder
-
         if self.reward is None:
             raise ConfigError(
                 f"task {self.name!r} has an environment, which returns the reward itself",

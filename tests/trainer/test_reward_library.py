@@ -216,6 +216,15 @@ def test_a_score_of_verl() -> None:
     example = Example("p", "ab", {"data_source": "dapo"})
     waited = scored(jv.rewards.verl(compute_async), said("ab", "c"), [example] * 2)
     assert waited.rewards.tolist() == [1.0, 0.0]
+    beside = [jv.rewards.verl(compute_score), jv.rewards.verl(compute_async), short]
+    example = Example("p", "ab", {"data_source": "dapo", "extra_info": {"n": 1}})
+    found = scored(beside, said("ab", "c"), [example] * 2, weights=[2, 1, 0])
+    assert found.rewards.tolist() == [3.0, 0.0]
+    assert found.parts[0] == {
+        "total.compute_score": 2.0,
+        "total_2.compute_async": 1.0,
+        "short": 0.0,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ a run

@@ -311,7 +311,7 @@ def test_an_environment_that_raises_fails_its_episode(tokenizer: Any) -> None:
 
     made = ToolEnvironment(Broken())
     made.bind(tokenizer)
-    encode = lambda text: tokenizer.encode(text)
+    encode = lambda text, special: tokenizer.encode(text)
     episode = asyncio.run(
         run_episode(made, Example("a", index=0), Script(tokenizer, "x"), encode)
     )

@@ -233,7 +233,7 @@ def leaf_letters(
     spec: LoraSpec, params: Mapping[str, Any]
 ) -> dict[tuple[str, ...], tuple[str, tuple[int, ...]]]:
     """{path: (letters of its axes, shape)} of every leaf, for the base parameters `params`."""
-    flat = flatten_dict(dict(params))
+    flat: Any = flatten_dict(dict(params))
     out = {}
     for m in spec.modules:
         layers, *sizes = flat[(*m.keys, "kernel")].shape
@@ -278,7 +278,7 @@ def combined(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str, A
 def merged(base: Mapping[str, Any], adapter: LoraParams) -> dict[str, Any]:
     """The base with scale · A B added to its kernels, in float32; rounded once, to the kernels' dtype."""
     spec = adapter.spec
-    flat = flatten_dict(dict(base))
+    flat: Any = flatten_dict(dict(base))
     for m in spec.modules:
         path = (*m.keys, "kernel")
         flat[path] = _add(flat[path], *adapter.pair(m), spec.scale, m)
