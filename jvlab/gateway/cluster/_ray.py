@@ -221,12 +221,13 @@ class Training:
         self._result: Future[list[Any]] = Future()
         bundle = resources.bundle("cpu", 1, {})
         nodes = [resources.node(number, ray.nodes()) for number in range(processes)]
-        labels: Any = [{"ray.io/node-id": node} for node in nodes if node is not None]
+        labels = [{"ray.io/node-id": node} for node in nodes if node is not None]
+        where: Any = labels or None
         self._group = placement_group(
             # Ray has no empty bundles
             [bundle or {"CPU": 0.001}] * processes,
             strategy="PACK",
-            bundle_label_selector=labels or None,
+            bundle_label_selector=where,
         )
         try:
             self._find_room(deadline)
