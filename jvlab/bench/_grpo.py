@@ -370,8 +370,9 @@ def _forecast(rows: Sequence[Plain]) -> Plain:
     """How far `jv.whatif`, fitted to the on-policy runs, is from those with staleness: whatif_error_512_k1, ..."""
     import jvlab as jv
 
-    fitted = [r["observation"] for r in rows if not r["max_staleness"]]
-    others = [r for r in rows if r["max_staleness"]]
+    told = [row for row in rows if "observation" in row]
+    fitted = [row["observation"] for row in told if not row["max_staleness"]]
+    others = [row for row in told if row["max_staleness"]]
     if not fitted or not others:
         return {}
     table = jv.whatif(*fitted).check(*[row["observation"] for row in others])

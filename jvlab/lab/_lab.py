@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import os
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jvlab import _faces
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from jvlab.gateway.cluster._ray import RayCluster
+    from jvlab.gateway.cluster._ray import RayCluster, Training
     from jvlab.sync._link import Link
     from jvlab.sync._publish import Follower
     from jvlab.views._cards import ProcessRow
@@ -168,6 +169,7 @@ class LabPlots:
 # ----------------------------------------------------------------------------------------------------
 
 JOIN_SECONDS = 30.0
+TRAINING_SECONDS = 5.0  # for processes of `lab.train` to be killed
 FOLLOWER_SECONDS = 2.0  # for a follower to leave a sync or a store that hangs
 
 
@@ -198,7 +200,8 @@ class Lab:
     `metrics_port=0` (any free one) serves Prometheus metrics at `lab.metrics_url`, on loopback, with the lab's token.
 
     `jv.Lab(cluster="ray")` runs gateway and replicas as Ray actors: on a new local cluster, or, with `address="auto"`
-    or `"ray://..."`, on a running one. `jv.Lab.from_slurm()` is the lab of a SLURM job.
+    or `"ray://..."`, on a running one; `lab.train` runs trainers there. `jv.Lab.from_slurm()` is the lab of a
+    SLURM job.
     """
 
     _cluster: Any = None  # the Ray cluster, ended with the lab
@@ -279,6 +282,7 @@ class Lab:
                 ) from None
             address = found.address
             token = found.token
+            fingerprint = fingerprint or found.fingerprint or None
         if fingerprint is None:
             trust = Trust.of_file(tls_ca)
         elif tls_ca is None:
@@ -588,6 +592,54 @@ class Lab:
             remedy="call connect of the lab that launched the pool, or launch a pool in this one",
         )
 
+    @brief
+    def train(
+        self,
+        program: str | Callable[..., Any],
+        *arguments: str,
+        processes: int = 1,
+        place: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = 120.0,
+    ) -> Training:
+        """Run a trainer's script on the cluster of a lab on Ray, in so many processes of one `jax.distributed` job.
+
+        >>> training = lab.train("train.py", processes=2, place={"gpus": 1})
+        >>> training.wait()
+
+        In the script, as under srun, `jax.distributed.initialize()` needs no arguments; `jv.Lab.attach()` is this lab.
+
+        program    a script's path, the same on every node, with its `arguments`; or a function, whose results `wait`
+                   returns
+        place      what each process needs, and where it may be, as in `lab.launch`: {"cpus": 1, "gpus": 1,
+                   "resources": {}, "nodes": [], "restarts": 3}. If one of them dies, all are started again in their
+                   places, so often; `jv.grpo(..., resume="auto")` then goes on from its last checkpoint. An exception
+                   of the program ends all of them
+        env        environment variables of these processes
+        timeout    for Ray to find room; the training itself takes as long as it takes
+
+        It ends with this process and with the lab.
+        """
+        deadline = Deadline.of(timeout)
+        if self._cluster is None:
+            raise ConfigError(
+                "this Lab object has no Ray cluster on which train could place processes",
+                remedy='jv.Lab(cluster="ray").train(...); elsewhere start the script once for each process, by hand '
+                "or by `jvlab slurm`",
+            )
+        from jvlab.wire.processes._labs import LabInfo
+
+        lab = LabInfo(
+            self.name,
+            "running",
+            self.public_address,
+            token=self._token,
+            fingerprint=self._fingerprint,
+        )
+        return self._cluster.train(
+            program, arguments, processes, place or {}, dict(env or {}), lab, deadline
+        )
+
     @property
     def pools(self) -> dict[str, Pool]:
         """The open pools of this lab by name, including those that earlier holders launched."""
@@ -669,6 +721,8 @@ class Lab:
         deadline = Deadline.of(timeout)
         if self._closed:
             return
+        if self._cluster is not None:
+            self._cluster.end_training(deadline.within(TRAINING_SECONDS))
         try:
             if self.client.away:  # it may be another process by now
                 now = self.client.call(

@@ -101,16 +101,20 @@ class Host:
     def mend(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
-    def close(self) -> None:
-        for process in reversed(self.processes):
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS)
+    def kill(self) -> None:
+        """Every process of it, whoever started it."""
         command = ["ip", "netns", "pids", self.name]
         found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         for pid in map(int, found.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS)
+        self.kill()
         for process in self.processes:
             process.wait(SECONDS)
             for pipe in (process.stdin, process.stdout, process.stderr):

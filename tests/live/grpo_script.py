@@ -51,7 +51,7 @@ def several(
             made.wait(groups_before(version, STEPS, int(staleness), PER_STEP))
         return sync(params, version, **options)
 
-    link.sync = settled
+    link.sync = settled  # type: ignore[method-assign]
     take_in_order()
     run = jv.grpo(
         policy,

@@ -1,4 +1,4 @@
-"""A lab on a real Ray cluster of two nodes: pool, sync, a killed actor, recovery, and nothing left at the end."""
+"""A lab on a real Ray cluster: pool, sync, a killed actor, recovery, trainer processes, and nothing left at the end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.conftest import wait_for_exit
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.soak,
-    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,22 +32,21 @@ def started_by(home: Path) -> set[int]:
     return found
 
 
-# 100 s on two quiet cores, nine minutes on two that also run another suite
-@pytest.mark.timeout(1200)
-def test_pool_on_ray(tmp_path: Path):
-    """In a process of its own: Ray's threads and warnings are not this session's business."""
-    home, log = tmp_path / "home", tmp_path / "log"
+def facts_of(script: str, folder: Path) -> dict[str, Any]:
+    """What a script says, in a process of its own: Ray's threads and warnings are not this session's business."""
+    home = folder / "home"
+    log = folder / "log"
     environment = {**os.environ, "JVLAB_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    # a busy machine is slow, not wrong
-    environment["RAY_raylet_start_wait_time_s"] = "150"
+    environment["RAY_raylet_start_wait_time_s"] = "60"
     environment.pop("RAY_ADDRESS", None)
-    script = str(ROOT / "tests/live/ray_script.py")
+    # else a local cluster leaves a token in the home
+    environment["RAY_AUTH_MODE"] = "disabled"
     left: set[int] = set()
-    for _ in range(3):
+    for _ in range(5):
         try:
             with log.open("w") as out:
                 code = subprocess.call(
-                    [sys.executable, script],
+                    [sys.executable, str(ROOT / "tests/live" / script), str(folder)],
                     env=environment,
                     stdout=out,
                     stderr=out,
@@ -66,10 +62,18 @@ def test_pool_on_ray(tmp_path: Path):
             break
     text = log.read_text()
     assert code == 0, text[-6000:]
-    facts = json.loads(
-        next(line for line in text.splitlines() if line.startswith("FACTS "))[6:]
-    )
-    print(facts)
+    assert not left, "nothing of Ray, of vLLM or of a trainer is left"
+    said = next(line for line in text.splitlines() if line.startswith("FACTS "))
+    print(said)
+    return json.loads(said[6:])
+
+
+# 100 s on two quiet cores, nine minutes on two that also run another suite
+@pytest.mark.engine
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_pool_on_ray(tmp_path: Path):
+    facts = facts_of("ray_script.py", tmp_path)
     assert facts["nodes"] == 2
     assert facts["synced"] == [1, True, ["p/0", "p/1"]]
     assert facts["served_by"] == ["p/0", "p/1"]
@@ -87,4 +91,28 @@ def test_pool_on_ray(tmp_path: Path):
     assert facts["cluster_stays"] == [2, 2.0], (
         "the cluster we joined lives on, with all its CPUs free"
     )
-    assert not left, "nothing of Ray or vLLM is left"
+
+
+# a minute: a Ray cluster, and seven pairs of processes that import jax
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_trainers_on_ray_without_an_engine(tmp_path: Path):
+    """Processes that find each other and the lab, one that dies, one that raises, no room, and a stop."""
+    facts = facts_of("ray_trainers_script.py", tmp_path)
+    assert facts["met"] == [["a", 0, 2, 2, True], ["a", 1, 2, 2, True]]
+    assert facts["alone"] == [0, 1, 1]
+    assert facts["script"] == ["well", 0]
+    assert facts["died"] == [[1, 1], 1]
+    assert "trainer process 1 of 2 died: " in facts["died for good"]
+    assert "trainer process 1 of 2 failed:" in facts["raised"]
+    assert "ValueError: boom" in facts["raised"]
+    assert "could not place 2 × {'CPU': 1000.0} within 3 s" in facts["no room"]
+    assert "'CPU': 2.0" in facts["no room"]
+    assert "fewer processes" in facts["remedy"]
+    assert (
+        facts["late"]
+        == "Training(sleep, 2 processes, running) has not ended within 0.2 s"
+    )
+    assert facts["stopped"] == "the training was stopped"
+    assert facts["free"] == 2.0, "all CPUs are free again"
+    assert facts["closed"] == "the training was stopped"

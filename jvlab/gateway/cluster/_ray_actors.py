@@ -24,14 +24,20 @@ from typing import Any
 import ray
 from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jvlab._errors import ConfigError, GatewayUnreachable
 from jvlab.gateway import _gateway, _launcher, _serve
 from jvlab.gateway import _registry as reg
 from jvlab.gateway._replica_processes import JoinedProcess
 from jvlab.gateway._serve import GatewayOptions
-from jvlab.gateway.cluster._ray_replica import Resources, RolloutActor, one_host
+from jvlab.gateway.cluster._ray_replica import (
+    Resources,
+    RolloutActor,
+    actor_options,
+    check_reach,
+    no_room,
+    one_host,
+)
 from jvlab.wire import _channels, _security
 
 PLACE_SECONDS = 120.0  # for Ray to place a replica
@@ -215,16 +221,12 @@ class RayProcess(JoinedProcess):
                 return
             self._held.group = group
         if not group.wait(PLACE_SECONDS):
-            free = {
-                k: v
-                for k, v in ray.available_resources().items()
-                if not k.startswith("node:")
-            }
-            at = f" on node {node}" if node else ""
-            raise ConfigError(
-                f"Ray could not place {bundle}{at} within {PLACE_SECONDS:g} s; free in the whole cluster: {free}",
-                remedy='ask for less with launch(place={"cpus": ..., "gpus": ...}), or for fewer replicas',
+            raise no_room(
+                f"{bundle}{f' on node {node}' if node else ''}",
+                PLACE_SECONDS,
+                'ask for less with launch(place={"cpus": ..., "gpus": ...}), or for fewer replicas',
             )
+        check_reach(group, self._invitation(self.replica)[1])
         with self._held.lock:
             if not self._held.closed:
                 given = resources.restarts
@@ -234,13 +236,10 @@ class RayProcess(JoinedProcess):
     def _actor(self, bundle: dict[str, float], restarts: int, group: Any) -> Any:
         """Create the actor in its placement group; Ray starts it asynchronously."""
         made = ray.remote(RolloutActor).options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
             max_restarts=restarts,
             max_task_retries=0,
-            resources={k: v for k, v in bundle.items() if k not in ("CPU", "GPU")},
             max_concurrency=2,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            **actor_options(bundle, group, 0),
         )
         return made.remote(*self._invitation(self.replica))
 

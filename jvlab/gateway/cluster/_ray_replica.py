@@ -1,20 +1,29 @@
-"""A replica on Ray: the resources that it asks for, and the actor that runs its process.
+"""Replicas and trainer processes on Ray: the resources that they ask for, and the actors that run them.
 
 Neither ray nor gRPC is imported with this file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
+import runpy
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jvlab._errors import ConfigError, MissingDependency
+from jvlab.wire.processes import _labs
+from jvlab.wire.processes._labs import LabInfo
 
 
 def import_ray() -> Any:
@@ -146,9 +155,53 @@ def _names(nodes: Any) -> tuple[str, ...]:
     return tuple(nodes)
 
 
+def actor_options(
+    bundle: Mapping[str, float], group: Any, place: int
+) -> dict[str, Any]:
+    """Of an actor that gets a bundle of a placement group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, place),
+    }
+
+
+def no_room(asked: str, seconds: float, remedy: str) -> ConfigError:
+    """The error of something that Ray did not place in time."""
+    free = {
+        k: v
+        for k, v in import_ray().available_resources().items()
+        if not k.startswith("node:")
+    }
+    return ConfigError(
+        f"Ray could not place {asked} within {seconds:g} s; free in the whole cluster: {free}",
+        remedy=remedy,
+    )
+
+
 def one_host(nodes: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all live nodes are on one machine, as in a test cluster."""
     return len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) == 1
+
+
+def check_reach(group: Any, gateway: str) -> None:
+    """Raise if this gateway listens on its own host, which is ours, and a bundle of the group is on another."""
+    from jvlab.wire._channels import host_of
+    from jvlab.wire._security import is_loopback
+
+    ray = import_ray()
+    placed = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+    ours = ray.get_runtime_context().get_node_id()
+    involved = [node for node in ray.nodes() if node["NodeID"] in {ours, *placed}]
+    if is_loopback(host_of(gateway)) and not one_host(involved):
+        raise ConfigError(
+            "Ray placed it on a host that was not in the cluster when this lab was made: its gateway listens on its "
+            "own host alone",
+            remedy="make the lab once a second host is in the cluster",
+        )
 
 
 # The Ray actor that runs one rollout process, `jvlab rollout --gateway`, as its child; both end together.
@@ -217,3 +270,65 @@ class RolloutActor:
     def node(self) -> str:
         """The actor's node id; also used as a liveness probe."""
         return import_ray().get_runtime_context().get_node_id()
+
+
+# The Ray actor that is one process of `lab.train`. The user's program is its main module and no child of it: whatever
+# kills one kills the other.
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a program ended that did not end well."""
+
+    kind: str  # the exception's
+    text: str
+
+
+class TrainerActor:
+    """One process of a `jax.distributed` job."""
+
+    def __init__(self, number: int, env: dict[str, str], lab: LabInfo) -> None:
+        self._number = number
+        os.environ.update(env)
+        _labs.given = lab
+
+    def listen(self) -> str:
+        """An address where this process can listen."""
+        host = import_ray().util.get_node_ip_address()
+        while True:
+            # below the range of outgoing connections: it is used only once jax has been imported
+            port = random.randrange(20_000, 30_000)
+            with socket.socket() as tried, contextlib.suppress(OSError):
+                tried.bind(("", port))
+                return f"{host}:{port}"
+
+    def run(
+        self,
+        program: str | Callable[..., Any],
+        arguments: Sequence[str],
+        coordinator: str,
+        processes: int,
+    ) -> Any:
+        """Run a script, or call a function: what it returned, or a Failure."""
+        import jax
+
+        # As under srun: it takes no arguments. Ray may itself run in a job that jax would find.
+        told = partial(
+            jax.distributed.initialize,
+            coordinator,
+            processes,
+            self._number,
+            cluster_detection_method="deactivate",
+        )
+        jax.distributed.initialize = told
+        try:
+            if callable(program):
+                return program(*arguments)
+            sys.argv = [program, *arguments]
+            sys.path.insert(0, str(Path(program).parent))
+            runpy.run_path(program, run_name="__main__")
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                return None
+            text = f"failed:\n{traceback.format_exc()}"
+            return Failure(type(error).__name__, text)

@@ -28,6 +28,7 @@ QUERY_SECONDS = 3.0  # for a gateway's reply, after which it is shown as silent
 KILL_SECONDS = 10.0  # of a stop's timeout, at most, for killing
 KILLED_SECONDS = 1.5  # for killed processes to be gone
 STATE_BYTES = 1 << 20  # limit of a lab's state file, which has a few hundred
+given: LabInfo | None = None  # the lab whose `train` started this process
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class LabInfo:
     models: dict[str, str] = field(default_factory=dict)
     folder: str = ""
     token: str = field(default="", repr=False)
+    # of the certificate of a lab elsewhere
+    fingerprint: str = field(default="", repr=False)
 
     def __repr__(self) -> str:
         pools = ", ".join(self.pools) or "no pools"
@@ -77,7 +80,7 @@ class LabInfo:
 
     def plain(self) -> dict[str, Any]:
         """For JSON, without the token."""
-        hidden = ("token", "models")
+        hidden = ("token", "fingerprint", "models")
         return {k: v for k, v in vars(self).items() if k not in hidden} | {
             "models": self.models
         }
@@ -174,6 +177,8 @@ def find_lab(name: str | None = None) -> LabInfo:
             f"a lab is named by a text, not by {type(name).__name__}",
             remedy="jv.Lab.list() shows the names",
         )
+    if given is not None and name in (None, given.name, given.address):
+        return given
     labs = list_labs(query=False)
     running = [info for info in labs if info.state == "running"]
     chosen = (

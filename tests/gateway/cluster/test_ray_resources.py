@@ -1,8 +1,9 @@
-"""What a replica asks of a Ray cluster, and what is refused; without ray."""
+"""What replicas and trainers ask of a Ray cluster, and what is refused; without ray."""
 
 from __future__ import annotations
 
 import builtins
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import jvlab as jv
 from jvlab import errors
 from jvlab.gateway.cluster._ray_replica import Resources, one_host
+from jvlab.wire.processes import _labs
 
 NODES = [
     {
@@ -137,3 +139,21 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_arguments_that_do_not_go_together(given: dict[str, Any], word: str):
     with pytest.raises(errors.ConfigError, match=word):
         jv.Lab(**given)
+
+
+def test_train_needs_ray():
+    lab: Any = SimpleNamespace(_cluster=None)
+    with pytest.raises(errors.ConfigError, match="no Ray cluster") as caught:
+        jv.Lab.train(lab, "train.py", processes=2)
+    assert "jvlab slurm" in caught.value.remedy
+
+
+def test_a_trainer_process_finds_the_lab_that_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lab = _labs.LabInfo("far", "running", "10.0.0.1:7", token="t", fingerprint="f")
+    monkeypatch.setattr(_labs, "given", lab)
+    assert _labs.find_lab() is _labs.find_lab("far") is lab
+    assert not {"token", "fingerprint"} & lab.plain().keys()
+    with pytest.raises(errors.LabNotFound):
+        _labs.find_lab("another")
