@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,32 @@ def test_sessions_are_spread_however_they_come(
     asyncio.run(some())
     served = [row["served"] for row in pool.status()["replicas"]]
     assert served == [60, 60]
+
+
+@pytest.mark.soak
+def test_a_thousand_sessions_on_ten_replicas_stay_spread(client: jv.Lab, llama: str):
+    """A hundred at a time, of one to seven turns: no replica's share is off by more than 20 %."""
+    pool = client.launch(llama, replicas=10, name="p").wait(60)
+    homes: Counter[str] = Counter()
+    waiting = iter(range(1000))
+
+    async def play() -> None:
+        for number in waiting:
+            session = pool.session([7], max_tokens=2)
+            for _ in range(1 + number % 7):
+                await session.agenerate()
+            homes[session.replica or ""] += 1
+
+    async def some() -> None:
+        await asyncio.gather(*(play() for _ in range(100)))
+
+    asyncio.run(some())
+    assert len(homes) == 10
+    assert min(homes.values()) >= 80, homes
+    assert max(homes.values()) <= 120, homes
+    served = [row["served"] for row in pool.status()["replicas"]]
+    assert max(served) <= 1.2 * sum(served) / 10, served
+    assert min(served) >= 0.8 * sum(served) / 10, served
 
 
 def test_each_turn_has_a_seed_of_its_own(fake_lab: fakes.FakeLab, pool: jv.Pool):
