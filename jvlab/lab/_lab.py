@@ -604,8 +604,8 @@ class Lab:
     ) -> Training:
         """Run a trainer's script on the cluster of a lab on Ray, in so many processes of one `jax.distributed` job.
 
-        >>> training = lab.train("train.py", processes=2, place={"gpus": 1})
-        >>> training.wait()
+            training = lab.train("train.py", processes=2, place={"gpus": 1})
+            training.wait()
 
         In the script, as under srun, `jax.distributed.initialize()` needs no arguments; `jv.Lab.attach()` is this lab.
 

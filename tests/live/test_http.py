@@ -515,7 +515,7 @@ def test_a_request_goes_on_through_an_update(
     body = {
         "model": web.model,
         "prompt": "Once",
-        "max_tokens": 400,
+        "max_tokens": 1500,
         "ignore_eos": True,
         "stream": True,
     }
@@ -523,7 +523,7 @@ def test_a_request_goes_on_through_an_update(
         lines = reply.iter_lines()
         assert next(lines).startswith("data: ")
         assert reply.headers["x-jvlab-version"] == str(held)
-        assert web.status()["in_flight"] == 1
+        until(lambda: web.status()["in_flight"] == 1, "a request in flight")
         bridge.post("/bridge/pause", json={"mode": "keep"}).raise_for_status()
         path = jv.models.tiny("llama", seed=2)
         bridge.post(
