@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from jvlab.views._cards import ProcessRow
     from jvlab.views._timeline import Timeline
     from jvlab.views.panels._live import Panel
-    from jvlab.wire import jvlab_pb2 as pb
-    from jvlab.wire._client import Client
-    from jvlab.wire.processes._labs import LabInfo
 
 
 # Labs on Ray and SLURM: what `Lab` calls for them.
@@ -627,8 +624,6 @@ class Lab:
                 remedy='jv.Lab(cluster="ray").train(...); elsewhere start the script once for each process, by hand '
                 "or by `jvlab slurm`",
             )
-        from jvlab.wire.processes._labs import LabInfo
-
         lab = LabInfo(
             self.name,
             "running",

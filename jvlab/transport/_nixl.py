@@ -294,6 +294,9 @@ class NixlSender(TcpSender):
         )
         super().__init__(slot_bytes, slots, peer, label, host, 1, tls)
 
+    def _host_slots(self, slot_bytes: int, slots: int) -> list[bytearray]:
+        return [] if self._device else super()._host_slots(slot_bytes, slots)
+
     def _join(self, framed: FramedSocket, clock: Clock) -> None:
         """While the receiver does the same."""
         if self._agent is None:
@@ -339,6 +342,7 @@ class NixlSender(TcpSender):
         agent = self._agent
         self._writer = None
         self._agent = None
+        self._device = None  # the agent's, as long as that lives
         # a thread that is stuck in a write keeps its agent
         if agent and (writer is None or writer.close()):
             agent.close()
@@ -431,6 +435,7 @@ class NixlReceiver(TcpReceiver):
     def _release_resources(self) -> None:
         agent = self._agent
         self._agent = None
+        self._device = None  # the agent's, as long as that lives
         if agent is not None:
             agent.close()
         super()._release_resources()

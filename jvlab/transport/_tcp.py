@@ -191,14 +191,17 @@ class TcpSender(SlotSender):
         self._tls, self._certificate = _server_context(host) if secure else (None, "")
         listener = bind(host, self.name)
         self._port = listener.getsockname()[1]
-        self._memory = [bytearray(slot_bytes) for _ in range(slots)]
+        self._memory = self._host_slots(slot_bytes, slots)
         try:
             super().__init__(listener, slot_bytes, slots, peer, label)
         except BaseException:
             listener.close()
             raise
 
-    def _address(self) -> Plain:
+    def _host_slots(self, slot_bytes: int, slots: int) -> list[bytearray]:
+        return [bytearray(slot_bytes) for _ in range(slots)]
+
+    def _address(self) -> dict[str, Any]:
         return {
             "host": self._host,
             "port": self._port,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -573,11 +575,11 @@ def test_a_write_that_fails_is_told_and_ends_both_waits(
 @pytest.mark.parametrize("transport", ["nixl"])
 def test_slots_in_device_memory(transport: str, senders: list[Sender]) -> None:
     """GPUs of numpy arrays: a slot is written once its stream has filled it, and released once it is emptied."""
-    near = FakeGpu(Hub())
+    near: Any = FakeGpu(Hub())
     sender = NixlSender(1 << 16, 2, LABEL, "trainer", "127.0.0.1", None, True, near)
     senders.append(sender)
     made: list[NixlReceiver] = []
-    far = FakeGpu(Hub())
+    far: Any = FakeGpu(Hub())
     arguments = sender.endpoint(), Clock(60.0), "rank", far
     opening = threading.Thread(target=lambda: made.append(NixlReceiver(*arguments)))
     opening.start()
@@ -610,5 +612,16 @@ def test_slots_in_device_memory(transport: str, senders: list[Sender]) -> None:
             receiver.release(received)
             assert emptied, "released while its scatter was still to run"
         sender.flush(30)
+        assert not sender._memory, "host memory beside the GPU's"
+        slots = [
+            weakref.ref(memory)
+            for end in (sender, receiver)
+            for memory in (end._device.memory if end._device else ())
+        ]
+        assert len(slots) == 4
     finally:
         receiver.close()
+    sender.close()
+    del received, agent
+    gc.collect()
+    assert not any(slot() for slot in slots), "a closed end keeps device memory"
